@@ -49,9 +49,9 @@ class HealthSignal:
     counts: str = ""  # name in messages of the port errors that this is a rate of
 
 
-def _errors(name: str, counts: str, least: float) -> HealthSignal:
+def _errors(name: str, counts: str, least: float, kind: str = "") -> HealthSignal:
     """Return a signal for the error rate of a port; up to `least` per second is negligible."""
-    return HealthSignal(name, least=least, counts=counts)
+    return HealthSignal(name, kind, least=least, counts=counts)
 
 
 SIGNALS: Final = (
@@ -85,6 +85,7 @@ SIGNALS: Final = (
     _errors("link_transmit_discards_per_second", "discarded packets", 10.0),
     _errors("link_out_of_sequence_per_second", "packets out of order", 10.0),
     _errors("link_ack_timeouts_per_second", "retries for lack of an answer", 1.0),
+    _errors("gpu_nvlink_errors_per_second", "errors of NVLinks", 1.0, "GPU"),
 )
 """Health numbers that a watcher judges, window by window."""
 

@@ -86,13 +86,15 @@ def test_through_a_driver(tmp_path: Path) -> None:
         "gpu_memory_size_bytes": 80 * 2**30,
         "gpu_ecc_corrected_total": 11,
         "gpu_ecc_uncorrected_total": 2,
+        "gpu_nvlink_errors_total": 0 + 1 + 2 + 3 + 10 + 11 + 12 + 13,
+        "gpu_nvlink_errors_per_second": 0,
         "gpu_remapped_rows": 3,
         "gpu_xid_errors_total": 1,
         "gpu_last_xid": 79,
     }
     assert set(hot) == set(GpuProbe.numbers)
     assert first["gpu_power_watts:1"] == 655
-    assert "gpu_ecc_uncorrected_total:1" not in first
+    assert not {"gpu_ecc_uncorrected_total:1", "gpu_nvlink_errors_total:1"} & first.keys()
     assert first["gpu_xid_errors_total:1"] == 0
 
 

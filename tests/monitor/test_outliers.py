@@ -217,6 +217,13 @@ def test_port_with_errors(rates: dict[str, float], told: str) -> None:
     assert [str(each) for each in found] == [f"mlx5_0 port 1: {told}"]
 
 
+def test_a_gpu_whose_links_have_errors() -> None:
+    name = "gpu_nvlink_errors_per_second:3"
+    judge, others = OutlierDetector(), {f"gpu{n:02d}": {name: 0.0} for n in range(3)}
+    found = [judge.judge({name: rate}, others) for rate in [0.0] * 10 + [40.0] * 4][-1]
+    assert [str(each) for each in found] == ["GPU 3: 40 errors of NVLinks per second, others 0"]
+
+
 def test_errors_that_come_and_go() -> None:
     """Errors in every second window are found; one recovery, or errors on all nodes, are none."""
     judge, others = OutlierDetector(), {f"gpu{n:02d}": _port() for n in range(3)}

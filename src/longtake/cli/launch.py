@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,10 @@ from longtake.cli import say, train
 if TYPE_CHECKING:
     from longtake.cluster.findings import PreflightReport
 
-_SLURM = "Slurm (with --slurm)"
+
+def _slurm_option(*names: str, **facts: Any) -> Any:
+    return typer.Option(*names, rich_help_panel="Slurm (with --slurm)", **facts)
+
 
 _PerNode = Annotated[str, typer.Option(metavar="N|auto", help="Ranks per node; auto: one per GPU.")]
 _NumNodes = Annotated[
@@ -31,54 +34,29 @@ _MaxRestarts = Annotated[
     int, typer.Option(min=0, help="Restarts after a crash, without a new checkpoint in between.")
 ]
 _Tee = Annotated[bool, typer.Option("--tee/--no-tee", help="Show the output of rank 0 here.")]
-_Slurm = Annotated[
-    bool, typer.Option("--slurm", help="Submit it as a job.", rich_help_panel=_SLURM)
-]
-_DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print the job's file instead.", rich_help_panel=_SLURM)
-]
-_Nodes = Annotated[int, typer.Option(min=1, help="Nodes of the job.", rich_help_panel=_SLURM)]
-_Gpus = Annotated[
-    int | None, typer.Option(min=1, help="GPUs per node [default: none].", rich_help_panel=_SLURM)
-]
-_Cpus = Annotated[
-    int | None,
-    typer.Option(min=1, help="Cores per node; unset: whole nodes.", rich_help_panel=_SLURM),
-]
-_Time = Annotated[
-    str | None, typer.Option(help="The limit, such as 1-12:00:00.", rich_help_panel=_SLURM)
-]
-_Partition = Annotated[
-    str | None, typer.Option(help="Partition of the job.", rich_help_panel=_SLURM)
-]
-_Account = Annotated[str | None, typer.Option(help="Account of the job.", rich_help_panel=_SLURM)]
-_Qos = Annotated[
-    str | None, typer.Option(help="Quality of service of the job.", rich_help_panel=_SLURM)
-]
+_Slurm = Annotated[bool, _slurm_option("--slurm", help="Submit it as a job.")]
+_DryRun = Annotated[bool, _slurm_option("--dry-run", help="Print the job's file instead.")]
+_Nodes = Annotated[int, _slurm_option(min=1, help="Nodes of the job.")]
+_Gpus = Annotated[int | None, _slurm_option(min=1, help="GPUs per node [default: none].")]
+_Cpus = Annotated[int | None, _slurm_option(min=1, help="Cores per node; unset: whole nodes.")]
+_Time = Annotated[str | None, _slurm_option(help="Time limit, such as 1-12:00:00.")]
+_Partition = Annotated[str | None, _slurm_option(help="Partition of the job.")]
+_Account = Annotated[str | None, _slurm_option(help="Account of the job.")]
+_Qos = Annotated[str | None, _slurm_option(help="Quality of service of the job.")]
 _Sbatch = Annotated[
     list[str] | None,
-    typer.Option(
-        metavar="FLAG=VALUE",
-        help="Another option of sbatch; may be repeated.",
-        rich_help_panel=_SLURM,
-    ),
+    _slurm_option(metavar="FLAG=VALUE", help="Another option of sbatch; may be repeated."),
 ]
 _SignalSeconds = Annotated[
-    int,
-    typer.Option(
-        min=1, help="Seconds before the limit at which the job saves.", rich_help_panel=_SLURM
-    ),
+    int, _slurm_option(min=1, help="Seconds before the limit at which the job saves.")
 ]
 _Preflight = Annotated[
-    bool,
-    typer.Option("--preflight/--no-preflight", help="Check the nodes.", rich_help_panel=_SLURM),
+    bool, _slurm_option("--preflight/--no-preflight", help="Check the nodes before the training.")
 ]
 _Requeue = Annotated[
     bool,
-    typer.Option(
-        "--requeue/--no-requeue",
-        help="Requeue the job after the time limit and after failures.",
-        rich_help_panel=_SLURM,
+    _slurm_option(
+        "--requeue/--no-requeue", help="Requeue the job after the time limit and after failures."
     ),
 ]
 

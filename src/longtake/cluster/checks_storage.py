@@ -91,7 +91,10 @@ def _look_at_catalog(path: Path) -> dict[str, Any]:
     # A sample spread over the catalog, which is sorted by identity: the same on every node.
     rows = range(0, len(catalog), max(1, len(catalog) // _SAMPLE))
     paths: list[str] = catalog.table["path"].take(list(rows)).to_pylist() if len(catalog) else []
-    sizes = {each: _size(each) for each in dict.fromkeys(paths)}
+    sizes: dict[str, int | None] = dict.fromkeys(paths)  # None: the file does not exist
+    for each in sizes:
+        with suppress(OSError):
+            sizes[each] = Path(each).stat().st_size
     lines = "\n".join(f"{Path(each).name} {size}" for each, size in sizes.items())
     return {
         **found,
@@ -102,13 +105,6 @@ def _look_at_catalog(path: Path) -> dict[str, Any]:
         "missing": [each for each, size in sizes.items() if size is None],
         "read": _read_speed({each: size for each, size in sizes.items() if size is not None}),
     }
-
-
-def _size(path: str) -> int | None:
-    try:
-        return Path(path).stat().st_size
-    except OSError:
-        return None
 
 
 def _read_speed(sizes: dict[str, int]) -> float | None:
@@ -279,13 +275,20 @@ def measure_run_directory(context: CheckContext) -> Facts:
     """Wait until the first node's file is visible on this node, and try to write one."""
     if context.recipe is None:
         return {}
-    folder = context.recipe.out
+    folder, path, cannot_write = context.recipe.out, _token_path(context), ""
+    seen_after = _seconds_until_seen(path, context.token)
+    own = path.with_suffix(f".{context.process.rank}")
+    try:
+        own.write_text(context.token)
+        own.unlink()
+    except OSError as error:
+        cannot_write = error.strerror or str(error)
     return {
         "path": str(folder.absolute()),
         "filesystem": _filesystem_of(folder),
         "exists": folder.is_dir(),
-        "seen_after": _seconds_until_seen(_token_path(context), context.token),
-        "cannot_write": _try_to_write(context),
+        "seen_after": seen_after,
+        "cannot_write": cannot_write,
     }
 
 
@@ -343,17 +346,6 @@ def _seconds_until_seen(path: Path, token: str) -> float | None:
             return None
         time.sleep(_POLL_SECONDS)
     return None
-
-
-def _try_to_write(context: CheckContext) -> str:
-    """Try to write a file in the run directory; returns the reason of a failure, or ""."""
-    path = _token_path(context).with_suffix(f".{context.process.rank}")
-    try:
-        path.write_text(context.token)
-        path.unlink()
-    except OSError as error:
-        return error.strerror or str(error)
-    return ""
 
 
 # --- Speed of the run directory, on all nodes at once as for a checkpoint -------------------------

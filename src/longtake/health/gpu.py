@@ -8,11 +8,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from longtake.health.system import HealthProbe, Numbers
+from longtake.health.system import HealthProbe, Numbers, Rates
 
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)")
 _RECORD_BYTES = 8192
 _MAX_RECORDS = 10_000
+_NVLINK_ERRORS = (0, 1, 2, 3)  # nvmlNvLinkErrorCounter_t: replay, recovery, CRC of flits and data
 PciAddress = tuple[int, int, int]
 """PCI address of a GPU: domain, bus and device."""
 _THROTTLES = {
@@ -53,6 +54,8 @@ class GpuProbe(HealthProbe):
         "gpu_ecc_corrected_total": "Corrected memory errors since the driver was loaded",
         "gpu_ecc_uncorrected_total": "Uncorrectable memory errors",
         "gpu_remapped_rows": "Rows of memory that were remapped for good after errors",
+        "gpu_nvlink_errors_total": "Replays, recoveries and checksum errors of the GPU's NVLinks",
+        "gpu_nvlink_errors_per_second": "The same errors per second",
         "gpu_xid_errors_total": "Errors that the driver has reported since the watcher began",
         "gpu_last_xid": "Number of the last of these errors (XID)",
         "gpu_is_lost": "1: the driver no longer reaches the GPU",
@@ -65,6 +68,7 @@ class GpuProbe(HealthProbe):
         self._buses: dict[PciAddress, str] = {}
         self._xids: dict[str, list[int]] = {}
         self._log: KernelLog | DriverEvents | None = None
+        self._rates = Rates()
 
     @property
     def is_present(self) -> bool:
@@ -84,7 +88,10 @@ class GpuProbe(HealthProbe):
             self._xids.setdefault(self._buses.get(bus, "unknown"), []).append(xid)
         found: Numbers = {}
         for device, handle in self._handles.items():
-            found |= {f"{name}:{device}": value for name, value in _read(self._nvml, handle)}
+            own = dict(_read(self._nvml, handle))
+            errors = own.get("gpu_nvlink_errors_total")
+            own |= self._rates.rate("gpu_nvlink_errors_per_second", device, errors)
+            found |= {f"{name}:{device}": value for name, value in own.items()}
             xids = self._xids.get(device, [])
             found[f"gpu_xid_errors_total:{device}"] = len(xids)
             found |= {f"gpu_last_xid:{device}": xids[-1]} if xids else {}
@@ -168,6 +175,16 @@ def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
     def ecc(kind: int) -> Callable[[Any], float]:
         return lambda gpu: nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
 
+    def nvlink_errors(gpu: Any) -> float:
+        counts = []
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+            for kind in _NVLINK_ERRORS:
+                with suppress(nvml.NVMLError):  # the GPU has fewer links, or this one is off
+                    counts.append(nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, kind))
+        if not counts:
+            raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
+        return float(sum(counts))
+
     return {
         "gpu_power_watts": (nvml.nvmlDeviceGetPowerUsage, 1e-3),
         "gpu_power_limit_watts": (nvml.nvmlDeviceGetEnforcedPowerLimit, 1e-3),
@@ -184,6 +201,7 @@ def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
         "gpu_memory_size_bytes": (lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).total, 1),
         "gpu_ecc_corrected_total": (ecc(nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED), 1),
         "gpu_ecc_uncorrected_total": (ecc(nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED), 1),
+        "gpu_nvlink_errors_total": (nvlink_errors, 1),
         "gpu_remapped_rows": (lambda gpu: sum(nvml.nvmlDeviceGetRemappedRows(gpu)[:2]), 1),
     }
 

@@ -38,14 +38,16 @@ class LinkProbe(HealthProbe):
     def sample(self) -> Numbers:
         """Read the numbers of all links, as `name:device`."""
         found: Numbers = {}
-        for device, folder in self._devices():
-            found |= {f"{name}:{device}": each for name, each in self._read(device, folder).items()}
+        for device, folder in self.devices():
+            found |= {f"{name}:{device}": each for name, each in self.read(device, folder).items()}
         return found
 
-    def _devices(self) -> Iterable[tuple[str, Path]]:
+    def devices(self) -> Iterable[tuple[str, Path]]:
+        """Find the names of the links, and the folder of each."""
         raise NotImplementedError
 
-    def _read(self, device: str, folder: Path) -> Numbers:
+    def read(self, device: str, folder: Path) -> Numbers:
+        """Read the numbers of one link, without its name."""
         raise NotImplementedError
 
 
@@ -63,13 +65,13 @@ class Ethernet(LinkProbe):
     def __init__(self, root: Path = Path("/sys/class/net")) -> None:
         super().__init__(root)
 
-    def _devices(self) -> Iterable[tuple[str, Path]]:
+    def devices(self) -> Iterable[tuple[str, Path]]:
         folders = sorted(each.parent for each in self._root.glob("*/operstate"))
         real = [f for f in folders if (f / "device").exists() or (f / "bonding").exists()]
         # A container has none of these: then all interfaces but lo count.
         return [(each.name, each) for each in real or folders if each.name != "lo"]
 
-    def _read(self, device: str, folder: Path) -> Numbers:
+    def read(self, device: str, folder: Path) -> Numbers:
         found: Numbers = {"link_up": float(read_text(folder / "operstate") in ("up", "unknown"))}
         megabits, changes = read_number(folder / "speed"), read_number(folder / "carrier_changes")
         if megabits is not None and megabits > 0:  # -1: unknown
@@ -126,11 +128,11 @@ class InfiniBand(LinkProbe):
     def __init__(self, root: Path = Path("/sys/class/infiniband")) -> None:
         super().__init__(root)
 
-    def _devices(self) -> Iterable[tuple[str, Path]]:
+    def devices(self) -> Iterable[tuple[str, Path]]:
         folders = sorted(self._root.glob("*/ports/*"))
         return [(f"{each.parents[1].name}/{each.name}", each) for each in folders]
 
-    def _read(self, device: str, folder: Path) -> Numbers:
+    def read(self, device: str, folder: Path) -> Numbers:
         found: Numbers = {}
         if (state := read_text(folder / "state")) is not None:  # "4: ACTIVE"
             found["link_up"] = float(state.startswith("4"))
@@ -201,26 +203,25 @@ def _of_family(family: socket.AddressFamily) -> Iterator[TcpConnection]:
         length = _HEADER.size + len(what)
         netlink.sendall(_HEADER.pack(length, _BY_FAMILY, _REQUEST_DUMP, 1, 0) + what)
         while True:
-            for kind, message in _messages(netlink.recv(_ANSWER_BYTES)):
+            for kind, message in _parts(netlink.recv(_ANSWER_BYTES), _HEADER):
                 if kind in (_ERROR, _DONE):
                     return
                 if (found := _connection(message)) is not None:
                     yield found
 
 
-def _messages(answer: bytes) -> Iterator[tuple[int, bytes]]:
-    # Messages are aligned to 4 bytes, but `length` does not count the padding.
-    at = 0
-    while at + _HEADER.size <= len(answer):
-        length, kind, _, _, _ = _HEADER.unpack_from(answer, at)
-        yield kind, answer[at + _HEADER.size : at + length]
-        at += (max(length, _HEADER.size) + 3) & ~3
+def _parts(data: bytes, header: struct.Struct, at: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yield kind and content of netlink's messages, or of the attributes of one, from `at` on."""
+    while at + header.size <= len(data):
+        length, kind, *_ = header.unpack_from(data, at)
+        yield kind, data[at + header.size : at + length]
+        at += (max(length, header.size) + 3) & ~3  # aligned to 4 bytes, which `length` leaves out
 
 
 def _connection(message: bytes) -> TcpConnection | None:
     """Parse an answer of sock_diag; None: `tcp_info` is too short (kernels before 4.10)."""
     family, _, _, _, _, _, own, peer, _, _, *rest = _FOUND.unpack_from(message)
-    info = _attribute(message, _INFO)
+    info = dict(_parts(message, _ATTRIBUTE, _FOUND.size)).get(_INFO, b"")
     if len(info) < _MIN_BYTES:
         return None
     busy, full = struct.unpack_from("=2Q", info, _BUSY_AT)
@@ -233,16 +234,6 @@ def _connection(message: bytes) -> TcpConnection | None:
         acked_bytes=struct.unpack_from("=Q", info, _ACKED_AT)[0],
         busy_seconds=max(0, busy - full) / 1e6,
     )
-
-
-def _attribute(message: bytes, wanted: int) -> bytes:
-    at = _FOUND.size
-    while at + _ATTRIBUTE.size <= len(message):
-        length, kind = _ATTRIBUTE.unpack_from(message, at)
-        if kind == wanted:
-            return message[at + _ATTRIBUTE.size : at + length]
-        at += (max(length, _ATTRIBUTE.size) + 3) & ~3
-    return b""
 
 
 def _address(family: int, packed: bytes) -> str:

@@ -102,19 +102,17 @@ class NodeHealth:
         while not self._stop.is_set():
             try:
                 # The clock is looked at in every round: it detects steps between two samples.
-                self._look_at_clock()
+                self._clock.look()
+                for change in self._clock.take_changes():
+                    self._peers.forget_offsets()
+                    event = clock_event(self._host, change, clock.time_daemons())
+                    self._events.append(event)
                 if time.monotonic() >= due:
                     due = max(due + self._seconds, time.monotonic())
                     self._sample()
             except Exception:  # one failure must not end all later samples
                 traceback.print_exc(file=sys.stderr)
             self._stop.wait(_LOOK_SECONDS)
-
-    def _look_at_clock(self) -> None:
-        self._clock.look()
-        for change in self._clock.take_changes():
-            self._peers.forget_offsets()
-            self._events.append(clock_event(self._host, change, clock.time_daemons()))
 
     def _sample(self) -> None:
         # Every probe that may hang is wrapped in a thread, so this returns within seconds.

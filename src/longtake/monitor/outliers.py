@@ -316,6 +316,7 @@ class Outlier:
         if signal.counts:
             port = " port ".join(self.device.rsplit("/", 1))
             value, usual = _count(self.value), _count(self.usual)
+            port = f"{signal.kind} {port}".strip()
             return f"{port}: {value} {signal.counts} per second, others {usual}"
         label = f"{signal.kind} {self.device} {signal.label}" if self.device else signal.label
         return f"{label} {self.percent:+.0f} %" if signal.percent else f"{label} {self._values()}"

@@ -441,7 +441,18 @@ class StallActions:
                 )
             elif ended := self._end(suspect):
                 self._clips.add(suspect.clip)
-                self._reporter.emit("restarted_worker", **_worker_event(ended, diagnosis))
+                clip = ended.detail or ended.given
+                self._reporter.emit(
+                    "restarted_worker",
+                    token=diagnosis.token,
+                    pid=ended.pid,
+                    rank=ended.rank,
+                    clip=ended.detail,
+                    clip_path=ended.path_of_clip,
+                    seconds=round(ended.seconds, 3),
+                    reason=f"process {ended.pid} of rank {ended.rank} was ended; clip {clip} is "
+                    "read again.",
+                )
         elif suspect.role == "rank" and self._action == "kill" and (ended := self._end(suspect)):
             self._reporter.emit("killed_rank", **_rank_event(ended, diagnosis))
 
@@ -523,19 +534,6 @@ def _blames_no_process(diagnosis: StallDiagnosis) -> str:
         silent = ", ".join(diagnosis.silent_nodes) or "a node"
         return f"{silent} gives no answer, and all wait: any rank that ends restarts the job"
     return ""
-
-
-def _worker_event(ended: Heartbeat, diagnosis: StallDiagnosis) -> dict[str, Any]:
-    return {
-        "token": diagnosis.token,
-        "pid": ended.pid,
-        "rank": ended.rank,
-        "clip": ended.detail,
-        "clip_path": ended.path_of_clip,
-        "seconds": round(ended.seconds, 3),
-        "reason": f"process {ended.pid} of rank {ended.rank} was ended; clip "
-        f"{ended.detail or ended.given} is read again.",
-    }
 
 
 def _rank_event(ended: Heartbeat, diagnosis: StallDiagnosis) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGPIPE, SIGTERM, SIGUSR1
 from typing import IO, Any
 
-from longtake import fsio, node_dir, process
+from longtake import fsio, process
 from longtake.config import WatchSection
 from longtake.formatting import printable_lines
 from longtake.health.system import oom_kills
@@ -149,7 +149,13 @@ class _Watcher:
 
     def watch(self, stop: process.StopSignal) -> None:
         """Scan until the last rank of the node is gone or a signal requests the end."""
-        self._begin()
+        settings, by_hand = self._target.settings, self._target.by_hand
+        limits = settings.model_dump(include={"action", "factor", "min_seconds", "max_seconds"})
+        self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
+        # Wait until the event is written, which creates the folder.
+        self._disk.try_ask(lambda: None, _BEGIN_SECONDS)
+        self._service.start()
+        self._health.start()
         interval, planned = _SCAN_SECONDS, time.monotonic()
         while True:
             started = time.thread_time()
@@ -177,15 +183,6 @@ class _Watcher:
                     f"{stop.reason}: this ends with the last rank, in {minutes:.0f} minutes at most"
                 )
         self._end()
-
-    def _begin(self) -> None:
-        settings, by_hand = self._target.settings, self._target.by_hand
-        limits = settings.model_dump(include={"action", "factor", "min_seconds", "max_seconds"})
-        self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
-        with suppress(OSError):  # waits until the event is written, which creates the folder
-            self._disk.ask(lambda: None, _BEGIN_SECONDS)
-        self._service.start()
-        self._health.start()
 
     def _end(self) -> None:
         """Finish open diagnoses and alerts, and leave nothing behind."""
@@ -336,7 +333,13 @@ class StallDetector:
     def check(self, snapshot: observe.Snapshot) -> None:
         """Note stalls of other nodes, close a stall that is over, and raise the next alarm."""
         while (request := self._service.take_begun()) is not None:
-            self._note_request(request, snapshot.now)
+            is_own = request["by"] == self._target.host
+            if self._stall is not None and self._stall.token == request["token"]:
+                self._stall.is_asker = is_own
+            elif not is_own:
+                # Another node's stall is open here too: processes that do not move wait for it.
+                seconds = float(request.get("stall", {}).get("seconds", 0.0))
+                self._stall = _Stall(request["token"], snapshot.now, seconds)
         if self._stall is not None:
             self._close_if_over(self._stall, snapshot)
         stall, lead = self._stall, self._service.lead_seconds
@@ -366,15 +369,6 @@ class StallDetector:
         self._service.raise_alarm(
             coordinator.stall_request(self._target, token, overdue, launch, step)
         )
-
-    def _note_request(self, request: node_dir.DumpRequest, now: float) -> None:
-        """Open another node's stall here too: processes that do not move here wait for it."""
-        is_own = request["by"] == self._target.host
-        if self._stall is not None and self._stall.token == request["token"]:
-            self._stall.is_asker = is_own
-        elif not is_own:
-            seconds = float(request.get("stall", {}).get("seconds", 0.0))
-            self._stall = _Stall(request["token"], now, seconds)
 
     def _close_if_over(self, stall: _Stall, snapshot: observe.Snapshot) -> None:
         if stall.overdue is None:

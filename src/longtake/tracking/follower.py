@@ -117,7 +117,14 @@ class Feed:
                 pause = 0.0 if self._sent is None else _ARRIVAL_POLL_SECONDS
                 self._wait(pause if has_more else _FEED_POLL_SECONDS)
             except Exception as error:  # whatever a tracker's library raises
-                self._recover(error)
+                reason = f"{type(error).__name__}: {error}"
+                if reason != self.trouble:
+                    log(f"{self.name}: {reason}. It is tried again, and then gets all it missed.")
+                self.trouble = reason
+                # Close the tracker, to start again after the records that have arrived.
+                self._close()
+                self._reader.forget()
+                self._sent = None
                 if self._is_abandoned:
                     return
                 self._wait(self._pause)
@@ -194,16 +201,6 @@ class Feed:
             raise OSError(f"{self.name} was closed without the last rows")
         self._save(at_once=True)
         self.is_over = True
-
-    def _recover(self, error: Exception) -> None:
-        """Close the tracker after an error, to start again after the records that have arrived."""
-        reason = f"{type(error).__name__}: {error}"
-        if reason != self.trouble:
-            log(f"{self.name}: {reason}. It is tried again, and then gets all that it missed.")
-        self.trouble = reason
-        self._close()
-        self._reader.forget()
-        self._sent = None
 
     def _close(self) -> None:
         """Close the tracker if it is open, ignoring errors, and save the cursor."""
