@@ -72,7 +72,6 @@ def test_catalog_and_plan_are_those_of_data_show(
     run: RunDirectory = request.getfixturevalue(which)
     shown, data = _shown(run), data_facts.read_data(_facts(run))
     assert data.problems == []
-    assert data.is_whole
     (catalog,) = data.catalogs
     assert catalog.stats.items() <= shown.items()
     assert data.summary is not None
@@ -150,20 +149,25 @@ def test_stages_after_a_change_of_the_data_are_those_that_were_trained(tmp_path:
     assert "✓ By the ledger, every clip" in _page(run.directory)
 
 
-def test_of_a_large_catalog_a_part_is_shown_as_an_estimate(
+@pytest.mark.parametrize("limit", ["MOST_CLIPS", "_MOST_BYTES"])
+def test_of_a_large_catalog_the_command_that_shows_it_is_named(
+    curriculum: RunDirectory, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(data_facts, limit, 40)
+    data = data_facts.read_data(_facts(curriculum))
+    assert (data.catalogs, data.summary) == ([], None)
+    words, path = _words(_page(curriculum)), _only(curriculum.catalogs_path, "*.parquet")
+    assert f"data show {path} {curriculum.recipe_path} --out data.html" in words
+    assert "whether a clip is missing is computed by the command" in words
+
+
+def test_more_buckets_than_a_page_can_try_are_named(
     curriculum: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_facts, "MOST_CLIPS", 20)
-    monkeypatch.setattr(data_facts, "_LEAST_CLIPS", 20)
-    data, shown = data_facts.read_data(_facts(curriculum)), _shown(curriculum)
-    assert data.summary is not None
-    assert (data.catalogs[0].num_read, data.catalogs[0].num_clips) == (20, 41)
-    exact, about = (each["stages"][0]["trained_steps"] for each in (shown, data.summary))
-    assert about == pytest.approx(exact, rel=0.5)
-    words = _words(_page(curriculum))
-    assert "Of 20 clips of 41, chosen evenly" in words
-    assert "Where stages have a number of epochs, the borders are estimates." in words
-    assert "✓ By the ledger, every clip" in words  # the audit is of all
+    monkeypatch.setattr(data_facts, "_MOST_CLIPS_BY_BUCKETS", 40)
+    data = data_facts.read_data(_facts(curriculum))
+    assert (len(data.catalogs), data.summary) == (1, None)
+    assert "too many for these clips" in data.problems[0]
 
 
 def test_a_large_ledger_is_only_counted(
@@ -303,7 +307,7 @@ def test_what_has_not_changed_is_not_read_again(
 ) -> None:
     reader = RunReader(told.path.parent, "run")
     before = render_data(reader.facts(), ServerLinks(), {})
-    for name in ("read_part", "begin"):
+    for name in ("_catalog_facts", "begin"):
         monkeypatch.setattr(data_facts, name, None)
     monkeypatch.setattr(ledger_facts, "audit", None)
     monkeypatch.setattr(batch_facts, "samples_of_step", None)

@@ -154,7 +154,7 @@ class CatalogView:
         numbers = [*stats["numbers"].items(), *stats["attributes"].items()]
         return cls(
             facts,
-            pictures.counted_bars(sizes[:_MOST_ROWS], facts.scale),
+            pictures.counted_bars(sizes[:_MOST_ROWS]),
             None if facts.seconds is None else histogram_of(facts.seconds),
             [(title, _most(stats[name])) for name, title in _COUNTED.items()],
             [(name.replace("_", " "), each) for name, each in numbers if each["known"]],
@@ -169,7 +169,7 @@ def histogram_of(found: data_facts.Histogram) -> Markup | str:
     if len(found.counts) > 1:
         return pictures.histogram(found)
     value = (found.edges[0] + found.edges[-1]) / 2
-    clips = pictures.about(found.counts[0], found.scale)
+    clips = pictures.about(found.counts[0])
     return f"{value:.4g} for each of the {clips} clips that have it"
 
 
@@ -188,7 +188,6 @@ class BucketView:
     box: Markup
     clips: Markup
     share: float
-    batches: float
     cut: Markup | None
     is_cut_much: bool
 
@@ -200,7 +199,6 @@ class StageView:
     facts: Mapping[str, Any]
     place: int
     """Index of the stage in the curriculum."""
-    scale: float
     buckets: list[BucketView]
     dropped: Markup | None
     examples: list[tuple[str, int, list[str]]]
@@ -219,7 +217,7 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
     longest = max((each["num_frames"] for each in shapes), default=1)
     found = []
     for entry in entries:
-        scale, selected = data.scale(entry["source"]), max(1, entry["selected"])
+        selected = max(1, entry["selected"])
         most = max((each["kept"] for each in entry["buckets"]), default=1)
         buckets = [
             BucketView(
@@ -227,7 +225,6 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
                 pictures.box(each, largest, longest),
                 pictures.bar(each["kept"], most),
                 each["kept"] / selected,
-                each["batches_per_epoch"] * scale,
                 None if each["share_cut"] is None else pictures.cut(each["share_cut"]),
                 (each["share_cut"] or 0.0) > _MUCH_IS_CUT,
             )
@@ -236,7 +233,7 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
         place = names.index(entry["stage"])
         found.append(
             StageView(
-                *(entry, place, scale, buckets, _dropped(entry, scale)),
+                *(entry, place, buckets, _dropped(entry)),
                 [(why, n, entry["examples"][why]) for why, n in entry["dropped"].items() if n],
                 entry["stage"] == now,
             )
@@ -244,11 +241,11 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
     return found
 
 
-def _dropped(entry: Mapping[str, Any], scale: float) -> Markup | None:
+def _dropped(entry: Mapping[str, Any]) -> Markup | None:
     rows = [(why, count) for why, count in entry["dropped"].items() if count]
     if not rows:
         return None
-    return pictures.counted_bars([("kept", entry["selected"]), *rows], scale, "2", "good")
+    return pictures.counted_bars([("kept", entry["selected"]), *rows], "2", "good")
 
 
 # --- The ledger, and clips that could not be decoded ------------------------------------------

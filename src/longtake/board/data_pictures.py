@@ -19,17 +19,16 @@ def colour(place: int) -> str:
     return svg.COLOURS[place % len(svg.COLOURS)]
 
 
-def about(count: float | None, scale: float = 1.0, *, is_estimate: bool = False) -> str:
-    """Format a number of clips or batches; an estimate (`scale` is not 1) has three digits."""
+def about(count: int | None, *, is_estimate: bool = False) -> str:
+    """Format a number of clips or records; an estimate has three digits."""
     if count is None:
         return "-"
-    if scale == 1 and not is_estimate:
-        return f"{count:,}" if isinstance(count, int) else f"{count:,.2f}"
-    value = count * scale
-    if value >= 1000:
-        digits = len(str(int(value))) - 3
-        return f"about {round(value, -digits):,.0f}"
-    return f"about {value:.3g}"
+    if not is_estimate:
+        return f"{count:,}"
+    if count >= 1000:
+        digits = len(str(count)) - 3
+        return f"about {round(count, -digits):,}"
+    return f"about {count:.3g}"
 
 
 def box(bucket: Mapping[str, Any], largest: int, longest: int) -> Markup:
@@ -87,14 +86,14 @@ def histogram(found: Histogram) -> Markup:
     def x(value: float) -> float:
         return _LEFT + room * min(1.0, max(0.0, (value - low) / (high - low)))
 
-    top = f"{about(most, found.scale)} clips"
+    top = f"{about(most)} clips"
     parts = [
         f'<text x="{_WIDTH - _LEFT}" y="{_TOP - 4}" text-anchor="end" class="pale">{top}</text>',
         f'<line x1="{_LEFT}" x2="{_WIDTH - _LEFT}" y1="{_TOP}" y2="{_TOP}" class="most"/>',
     ]
     overlay = found.spans[0].counts if len(found.spans) == 1 else None
     for place, ((left, right), count) in enumerate(zip(pairwise(edges), found.counts, strict=True)):
-        said = f"{_short(left)} to {_short(right)}: {about(count, found.scale)} clips"
+        said = f"{_short(left)} to {_short(right)}: {about(count)} clips"
         parts.append(_column(x(left), x(right), count / most, "pale", said))
         if overlay is not None and overlay[place]:
             parts.append(_column(x(left), x(right), overlay[place] / most, "1", said))
@@ -185,13 +184,13 @@ def _end_label(x: str, anchor: str, text: str, y: int = _STRIP_HEIGHT + 15) -> s
 
 
 def counted_bars(
-    rows: Sequence[tuple[str, int]], scale: float, colour: str = "1", first: str | None = None
+    rows: Sequence[tuple[str, int]], colour: str = "1", first: str | None = None
 ) -> Markup:
     """Draw a bar for each group of clips; `first` is the colour of the first bar, if different."""
     return svg.bars(
         [
             svg.Bar(
-                *(_cut_label(name), count, about(count, scale)),
+                *(_cut_label(name), count, about(count)),
                 first if first and not place else colour,
             )
             for place, (name, count) in enumerate(rows)

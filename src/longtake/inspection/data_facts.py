@@ -1,10 +1,11 @@
 """Facts of a run's catalogs and of the plan that it follows.
 
-At most 100,000 clips of large catalogs are read; counts are then estimates.
+Catalogs are read whole, and not at all if they are large: `longtake data show` reads any size.
 """
 
+import shlex
 from collections import Counter
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,14 +13,14 @@ from typing import Any, Final
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from longtake import errors, fsio, process
 from longtake.config import DataSection, Recipe
 from longtake.data import ledger, stages
-from longtake.data.catalog import Catalog
-from longtake.data.catalog_part import CatalogPart, read_part
-from longtake.data.plan import Plan, assemble_plan, begin
+from longtake.data.catalog import Catalog, check_version
+from longtake.data.plan import Plan, begin
 from longtake.data.plan_history import PlanRecord, SkippedRanges, parsed_order, rebuild
 from longtake.formatting import one_line, printable
 from longtake.inspection import catalog_facts, curriculum_facts
@@ -27,12 +28,13 @@ from longtake.inspection.curriculum_facts import LoadedData
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
-MOST_CLIPS: Final = 100_000
-"""Clips that are read at most, over all catalogs together."""
-MOST_PLANNED: Final = 200_000
-"""Limit of clips times plans above which a run's earlier plans are not made again."""
-_MOST_CLIPS_BY_BUCKETS: Final = 4_000_000
-_LEAST_CLIPS: Final = 1000
+MOST_CLIPS: Final = 200_000
+"""Limit of the clips of all catalogs together, above which no catalog is read.
+
+Clips times plans are limited alike: above, a run's earlier plans are not made again.
+"""
+_MOST_BYTES: Final = 256 * 2**20  # long lists of timestamps count, too
+_MOST_CLIPS_BY_BUCKETS: Final = 8_000_000  # each bucket is tried on each clip
 MOST_CATALOGS: Final = 8
 _MOST_FILES: Final = 4000
 _MOST_STAGES: Final = 64
@@ -89,17 +91,12 @@ def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
 
 @dataclass(frozen=True)
 class CatalogFacts:
-    """Facts of one catalog of the recipe, computed from the clips that were read."""
+    """Facts of one catalog of the recipe."""
 
     source: str
     file: str
     stats: dict[str, Any]
-    """Result of `catalog_stats` for the clips that were read, without `rejected`."""
-    num_read: int
-    num_clips: int
-    num_set_aside: int
-    scale: float
-    """Number of clips that each clip read stands for."""
+    """Result of `catalog_stats`, without `rejected`."""
     rejections: list[dict[str, Any]]
     """`count`, `reason` and `examples` (paths) of each rejection; the most frequent first."""
     seconds: "Histogram | None"
@@ -131,7 +128,6 @@ class Histogram:
     edges: list[float]
     counts: list[int]
     num_unknown: int
-    scale: float
     spans: list[StageSpan]
 
 
@@ -144,7 +140,6 @@ class StageStrip:
     """Share of the batches, indexed by stage and then by span of batches."""
     end: int
     """Total number of batches."""
-    is_exact: bool
 
     def stage_at(self, batch: int) -> str:
         """Return the stage that has most of the batches in the span around a batch."""
@@ -158,19 +153,12 @@ class DataFacts:
 
     catalogs: list[CatalogFacts]
     summary: dict[str, Any] | None
-    """Result of `plan_summary`, as `longtake data show` prints it, for the clips that were read."""
+    """Result of `plan_summary`, as `longtake data show` prints it."""
     strip: StageStrip | None
     histograms: list[Histogram]
     num_plans: int
     """Number of plans that the run has followed; each change of its data adds one."""
     problems: list[str]
-
-    @property
-    def is_whole(self) -> bool:
-        return all(each.num_read == each.num_clips for each in self.catalogs)
-
-    def scale(self, source: str) -> float:
-        return next((each.scale for each in self.catalogs if each.source == source), 1.0)
 
 
 NO_DATA: Final = DataFacts([], None, None, [], 0, [])
@@ -200,44 +188,69 @@ def read_data(facts: RunFacts) -> DataFacts:
 
 
 def _read_data(facts: RunFacts, files: Sequence[Path], history: Sequence[PlanRecord]) -> DataFacts:
-    problems, recipe = list[str](), facts.recipe
-    chosen, said = _sources(recipe, files, history)
-    problems += said
-    parts = dict[str, CatalogPart]()
-    most = _most_clips(recipe) // max(1, min(len(chosen), MOST_CATALOGS))
-    for source, path in list(chosen.items())[:MOST_CATALOGS]:
+    recipe, catalogs = facts.recipe, dict[str, Catalog]()
+    chosen, problems = _sources(recipe, files, history)
+    # The plan mixes all catalogs: it can be shown only if every one of them is known and read.
+    has_plan = recipe is not None and not problems and len(chosen) <= MOST_CATALOGS
+    chosen = dict(list(chosen.items())[:MOST_CATALOGS])
+    if _are_large(chosen.values()):
+        words = [process.command(), "data", "show", str(next(iter(chosen.values())))]
+        if len(chosen) == 1:  # a recipe of several names the original files, not the copies
+            words.append(str(facts.run.recipe_path))
+        said = (
+            f"The run's catalogs have more than {MOST_CLIPS:,} clips or "
+            f"{_MOST_BYTES // 2**20} MiB, too many to read for a page. To see all of them: "
+            f"{shlex.join([*words, '--out', 'data.html'])}"
+        )
+        return replace(NO_DATA, num_plans=len(history), problems=[*problems, said])
+    for source, path in chosen.items():
         try:
-            parts[source] = read_part(path, most)
+            catalogs[source] = Catalog.load(path)
         except UNREADABLE as error:
             problems.append(one_line(error))
-    catalogs = [
-        _catalog_facts(each, f"catalogs/{chosen[each].name}", parts[each]) for each in parts
-    ]
-    found = DataFacts(catalogs, None, None, [], len(history), problems)
-    # The plan mixes all catalogs: it can be shown only if every one of them was read.
-    if recipe is None or not parts or parts.keys() != chosen.keys() or said:
+    found = DataFacts(
+        [
+            _catalog_facts(source, f"catalogs/{chosen[source].name}", catalog)
+            for source, catalog in catalogs.items()
+        ],
+        *(None, None, []),
+        num_plans=len(history),
+        problems=problems,
+    )
+    if recipe is None or not has_plan or not catalogs or catalogs.keys() != chosen.keys():
         return found
     try:
-        return _with_plan(found, facts, recipe, parts, history)
+        return _with_plan(found, facts, recipe, catalogs, history)
     except (*UNREADABLE, LookupError, TypeError, AssertionError) as error:
         return replace(found, problems=[*problems, one_line(error)])
 
 
+def _are_large(paths: Iterable[Path]) -> bool:
+    num_rows = num_bytes = 0
+    for path in paths:
+        with suppress(*UNREADABLE):  # a damaged catalog is named where it is read
+            check_version(path)
+            metadata = pq.read_metadata(path)
+            num_rows += metadata.num_rows
+            groups = range(metadata.num_row_groups)
+            num_bytes += sum(metadata.row_group(number).total_byte_size for number in groups)
+    return num_rows > MOST_CLIPS or num_bytes > _MOST_BYTES
+
+
 def facts_of(loaded: LoadedData, summary: dict[str, Any]) -> DataFacts:
-    """Return the facts of catalogs that were read whole; `summary` is what `describe` returned."""
-    parts = {
-        source: CatalogPart(catalog, len(catalog), len(catalog.rejected) + len(catalog.duplicates))
+    """Return the facts of loaded catalogs; `summary` is what `describe` returned."""
+    catalogs = [
+        _catalog_facts(source, str(loaded.paths[source]), catalog)
         for source, catalog in loaded.catalogs.items()
-    }
-    catalogs = [_catalog_facts(each, str(loaded.paths[each]), parts[each]) for each in parts]
-    found = DataFacts(catalogs, None, None, [], 0, [])
+    ]
+    found = replace(NO_DATA, catalogs=catalogs)
     if loaded.recipe is None or loaded.plan is None:
         return found
     return replace(
         found,
         summary=summary,
-        strip=_strip([loaded.plan], loaded.recipe.training.steps, is_exact=True),
-        histograms=_histograms(loaded.plan, loaded.recipe.data, parts),
+        strip=_strip([loaded.plan], loaded.recipe.training.steps),
+        histograms=_histograms(loaded.plan, loaded.recipe.data, loaded.catalogs),
     )
 
 
@@ -245,15 +258,6 @@ def release_memory() -> None:
     """Return freed memory to the operating system; malloc and Arrow keep it otherwise."""
     pa.default_memory_pool().release_unused()
     process.return_freed_memory()
-
-
-def _most_clips(recipe: Recipe | None) -> int:
-    """Limit the clips to read: fewer with many buckets, as each bucket is tried on each clip."""
-    if recipe is None:
-        return MOST_CLIPS
-    buckets = (len(each.buckets or recipe.data.buckets) for each in recipe.data.curriculum())
-    by_buckets = _MOST_CLIPS_BY_BUCKETS // max(1, max(buckets, default=1))
-    return max(_LEAST_CLIPS, min(MOST_CLIPS, by_buckets))
 
 
 def _sources(
@@ -277,8 +281,8 @@ def _sources(
     return {path.stem: path for path in files}, [said]
 
 
-def _catalog_facts(source: str, file: str, part: CatalogPart) -> CatalogFacts:
-    catalog, examples = part.catalog, dict[str, list[str]]()
+def _catalog_facts(source: str, file: str, catalog: Catalog) -> CatalogFacts:
+    examples = dict[str, list[str]]()
     for each in catalog.rejected:
         paths = examples.setdefault(each.reason, [])
         if len(paths) < _NUM_EXAMPLES:
@@ -286,15 +290,11 @@ def _catalog_facts(source: str, file: str, part: CatalogPart) -> CatalogFacts:
     stats = catalog_facts.catalog_stats(catalog)
     counts = Counter(stats["reject_reasons"]).most_common()
     seconds = catalog.column("duration_seconds").astype(np.float64)
-    histogram = _histogram("seconds of video", source, seconds[seconds > 0], part.scale)
+    histogram = _histogram("seconds of video", source, seconds[seconds > 0])
     return CatalogFacts(
         source,
         file,
         {name: value for name, value in stats.items() if name != "rejected"},
-        len(catalog),
-        part.num_clips,
-        part.num_set_aside,
-        part.scale,
         [{"count": n, "reason": why, "examples": examples[why]} for why, n in counts],
         histogram,
     )
@@ -304,7 +304,7 @@ def _with_plan(
     found: DataFacts,
     facts: RunFacts,
     recipe: Recipe,
-    parts: Mapping[str, CatalogPart],
+    catalogs: Mapping[str, Catalog],
     history: Sequence[PlanRecord],
 ) -> DataFacts:
     data, batch_size = recipe.data, recipe.training.global_batch_size
@@ -312,53 +312,39 @@ def _with_plan(
         # The recorded order counts: the recipe may have been changed since.
         data = data.model_copy(update=parsed_order(history[-1]))
         batch_size = history[-1]["batch_size"]
-    if len(data.curriculum()) > _MOST_STAGES:
+    curriculum = data.curriculum()
+    num_buckets = max(len(stage.buckets or data.buckets) for stage in curriculum)
+    if len(curriculum) > _MOST_STAGES:
         raise errors.DataError(f"The recipe has more than {_MOST_STAGES} stages.")
-    catalogs = {source: part.catalog for source, part in parts.items()}
+    if num_buckets * sum(map(len, catalogs.values())) > _MOST_CLIPS_BY_BUCKETS:
+        raise errors.DataError(f"The recipe has {num_buckets} buckets, too many for these clips.")
     plan = begin(catalogs, data, batch_size, recipe.seed)
-    if not found.is_whole:
-        plan = _to_scale(plan, parts)
     recipe = recipe.model_copy(update={"data": data})
     result = curriculum_facts.plan_summary(plan, recipe)
     plans, problems = [plan], list(found.problems)
     if len(history) > 1:
-        plans, said = _followed(facts, recipe, plan, parts, history)
+        plans, said = _followed(facts, recipe, plan, catalogs, history)
         problems += said
     return replace(
         found,
         summary=result,
-        strip=_strip(plans, recipe.training.steps + _num_skipped(facts), found.is_whole),
-        histograms=_histograms(plan, data, parts),
+        strip=_strip(plans, recipe.training.steps + _num_skipped(facts)),
+        histograms=_histograms(plan, data, catalogs),
         problems=problems,
     )
-
-
-def _to_scale(plan: Plan, parts: Mapping[str, CatalogPart]) -> Plan:
-    """Scale the plan of a part of the clips to the number of batches that all would make."""
-    found = []
-    for stage in plan.stages:
-        streams = []
-        for stream in stage.streams:
-            # A plan that `begin` made has one part per stream.
-            scale, (part,) = parts[stream.source].scale, stream.parts
-            sizes = tuple(round(size * scale) for size in part.epoch_span.sizes)
-            span = replace(part.epoch_span, sizes=sizes)
-            streams.append(replace(stream, parts=(replace(part, epoch_span=span),)))
-        found.append(replace(stage, streams=tuple(streams)))
-    return assemble_plan(plan.version, plan.first_step, found, plan.batch_size)
 
 
 def _followed(
     facts: RunFacts,
     recipe: Recipe,
     plan: Plan,
-    parts: Mapping[str, CatalogPart],
+    catalogs: Mapping[str, Catalog],
     history: Sequence[PlanRecord],
 ) -> tuple[list[Plan], list[str]]:
     """Return the plans that a run with changed data followed; if unknown, the given one and why."""
     changes = ", ".join(f"{each['step']:,}" for each in history[1:])
     said = f"The data changed at batch {changes}; the stages are drawn as a new run has them"
-    if sum(part.num_clips for part in parts.values()) * len(history) > MOST_PLANNED:
+    if sum(map(len, catalogs.values())) * len(history) > MOST_CLIPS:
         return [plan], [f"{said}: to make the plans again takes long."]
     try:
         followed = rebuild(history, {}, recipe.data, recipe.seed, facts.run.catalogs_path)
@@ -372,7 +358,7 @@ def _num_skipped(facts: RunFacts) -> int:
     return len(SkippedRanges.of(spans))
 
 
-def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
+def _strip(plans: Sequence[Plan], steps: int) -> StageStrip:
     last = plans[-1].end_step
     end = max(1, steps if last is None else min(steps, last))
     names = list(dict.fromkeys(stage.name for plan in plans for stage in plan.stages))
@@ -388,7 +374,7 @@ def _strip(plans: Sequence[Plan], steps: int, is_exact: bool) -> StageStrip:
         for stage, of_stage in zip(plan.stages, np.diff(taken, axis=0).T, strict=True):
             counts[names.index(stage.name)] += of_stage
     shares = counts / np.maximum(np.diff(edges), 1)
-    return StageStrip(names, shares.tolist(), end, is_exact)
+    return StageStrip(names, shares.tolist(), end)
 
 
 # --- Difficulty -------------------------------------------------------------------------------
@@ -406,20 +392,18 @@ def score_of(catalog: Catalog, data: DataSection) -> str:
     return "duration_seconds"
 
 
-def _histograms(plan: Plan, data: DataSection, parts: Mapping[str, CatalogPart]) -> list[Histogram]:
+def _histograms(plan: Plan, data: DataSection, catalogs: Mapping[str, Catalog]) -> list[Histogram]:
     found = []
-    for source, part in parts.items():
-        name = score_of(part.catalog, data)
-        values = stages.values(part.catalog, name, data).astype(np.float64)
-        histogram = _histogram(name, source, values, part.scale)
+    for source, catalog in catalogs.items():
+        name = score_of(catalog, data)
+        values = stages.values(catalog, name, data).astype(np.float64)
+        histogram = _histogram(name, source, values)
         if histogram is not None:
             found.append(replace(histogram, spans=_spans(plan, source, values, histogram)))
     return found
 
 
-def _histogram(
-    name: str, source: str, values: NDArray[np.float64], scale: float
-) -> Histogram | None:
+def _histogram(name: str, source: str, values: NDArray[np.float64]) -> Histogram | None:
     known = values[np.isfinite(values) & (np.abs(values) < _MOST_DRAWN)]
     if not len(known):
         return None
@@ -432,7 +416,7 @@ def _histogram(
     else:
         edges = np.linspace(low, high, _NUM_BINS + 1)
     counts = np.histogram(known, edges)[0].tolist()
-    return Histogram(name, source, edges.tolist(), counts, len(values) - len(known), scale, [])
+    return Histogram(name, source, edges.tolist(), counts, len(values) - len(known), [])
 
 
 def _spans(

@@ -10,7 +10,7 @@ from typing import Final
 from longtake import errors
 from longtake.data import ledger
 from longtake.data.audit import Audit, EpochAudit, audit
-from longtake.data.catalog_part import find_clips
+from longtake.data.catalog_search import find_clips
 from longtake.data.clip import Clip
 from longtake.formatting import one_line, plural
 from longtake.inspection import data_facts
@@ -75,11 +75,11 @@ def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | No
 def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
     total = ledger.num_records(run.ledger_path)
     # An audit makes all plans again and compares every record: too slow for a page of a large run.
-    clips = sum(each.num_clips for each in data.catalogs) * max(1, data.num_plans)
+    clips = sum(each.stats["clips"] for each in data.catalogs) * max(1, data.num_plans)
     said = (
         f"The ledger has {total:,} records: whether a clip is missing is computed by the command."
     )
-    if total <= MOST_AUDITED and clips <= data_facts.MOST_PLANNED and data.catalogs:
+    if total <= MOST_AUDITED and clips <= data_facts.MOST_CLIPS and data.catalogs:
         try:
             return _audited(run, total)
         except errors.RunError as error:

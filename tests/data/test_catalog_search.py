@@ -1,4 +1,4 @@
-"""A part of a catalog says what the whole one says, and clips are found without reading all."""
+"""Clips are found by identity without reading the whole catalog."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +8,9 @@ from tests.data.build import clip
 
 from longtake.data import catalog as tables
 from longtake.data.catalog import Catalog, Duplicate, Rejection
-from longtake.data.catalog_part import find_clips, read_part
+from longtake.data.catalog_search import find_clips
 from longtake.data.clip import Clip, Media, Timing
 from longtake.errors import DataError
-from longtake.inspection.catalog_facts import catalog_stats
 
 
 def _clips(count: int) -> list[Clip]:
@@ -28,40 +27,11 @@ def _clips(count: int) -> list[Clip]:
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """300 clips, 20 rejected files and 5 copies, in groups of 64 rows."""
     monkeypatch.setattr(tables, "ROWS_PER_GROUP", 64)
-    monkeypatch.setattr("longtake.data.catalog_part._ROWS_AT_A_TIME", 16)
+    monkeypatch.setattr("longtake.data.catalog_search._ROWS_AT_A_TIME", 16)
     rejected = [Rejection(str(tmp_path / f"{n}.mp4"), f"reason {n % 3}") for n in range(20)]
     copies = [Duplicate(str(tmp_path / f"copy_{n}.mp4"), clip(n).identity) for n in range(5)]
     Catalog.of(_clips(300), rejected, copies).save(tmp_path / "c.parquet")
     return tmp_path / "c.parquet"
-
-
-def test_a_part_with_all_clips_says_what_the_catalog_says(path: Path) -> None:
-    part = read_part(path, 1000)
-    assert catalog_stats(part.catalog) == catalog_stats(Catalog.load(path))
-    assert (part.is_whole, part.num_clips, part.num_set_aside, part.scale) == (True, 300, 25, 1.0)
-
-
-def test_a_part_has_the_first_clips_and_counts_the_others(path: Path) -> None:
-    part, whole = read_part(path, 40), Catalog.load(path)
-    assert (len(part.catalog), part.num_clips, part.num_set_aside, part.scale) == (40, 300, 25, 7.5)
-    assert part.catalog.identities.equals(whole.identities.slice(0, 40))
-    assert [part.catalog.clip(row).path for row in range(40)] == [
-        whole.clip(row).path for row in range(40)
-    ]
-    assert part.catalog.rejected == whole.rejected
-
-
-def test_long_lists_of_timestamps_end_a_part_early(path: Path) -> None:
-    part = read_part(path, 1000, most_bytes=1)
-    assert 0 < len(part.catalog) < 300
-    assert not part.is_whole
-
-
-def test_a_catalog_without_clips_is_a_part(tmp_path: Path) -> None:
-    Catalog.of([], [Rejection("/a.mp4", "empty")]).save(tmp_path / "c.parquet")
-    part = read_part(tmp_path / "c.parquet", 10)
-    assert (len(part.catalog), part.num_clips, part.num_set_aside) == (0, 0, 1)
-    assert catalog_stats(part.catalog)["clips"] == 0
 
 
 def test_clips_are_found_by_identity_or_its_beginning(path: Path) -> None:
@@ -73,17 +43,24 @@ def test_clips_are_found_by_identity_or_its_beginning(path: Path) -> None:
     assert find_clips(path, [], most_groups=8) == []
 
 
+def test_a_copy_that_was_left_out_is_no_clip(path: Path) -> None:
+    whole = Catalog.load(path)
+    name = bytes.fromhex(whole.duplicates[0].identity)
+    assert [each.identity for each in find_clips(path, [name], most_groups=8)] == [name.hex()]
+
+
 def test_what_is_no_catalog_or_damaged_is_named(path: Path) -> None:
+    name = bytes.fromhex(Catalog.load(path).clip(0).identity)
     data = bytearray(path.read_bytes())
     data[200:400] = bytes(200)
     path.write_bytes(data)
     with pytest.raises(DataError, match="is damaged"):
-        read_part(path, 1000)
+        find_clips(path, [name], 8)
     path.write_text("nothing")
     with pytest.raises(DataError, match="is not a catalog"):
-        read_part(path, 1000)
+        find_clips(path, [name], 8)
     with pytest.raises(DataError, match="does not exist"):
-        find_clips(path.with_name("other.parquet"), [b"1234567"], 8)
+        find_clips(path.with_name("other.parquet"), [name], 8)
 
 
 def test_paths_of_spans_are_whole(tmp_path: Path) -> None:
