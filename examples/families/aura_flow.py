@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from longtake.errors import RecipeError
 from longtake.models.base import Conditioning
 from longtake.models.codec import ImageCodec
 from longtake.models.diffusers_family import DiffusersBlocks, DiffusersFamily, TransformerCall
@@ -31,10 +30,9 @@ class AuraFlow(DiffusersFamily):
     scheduler = PipelineScheduler(mu=None)  # the pipeline tells it no number of tokens
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        if text.embed_dim is None or text.pooled_dim is not None:
-            raise RecipeError('AuraFlow has one text encoder: set text.kind = "transformers".')
+        width = self.single_embed_dim(text)
         sizes = {"in_channels": channels, "out_channels": channels}
-        return sizes | {"joint_attention_dim": text.embed_dim}
+        return sizes | {"joint_attention_dim": width}
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning

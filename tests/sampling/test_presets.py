@@ -579,15 +579,27 @@ def test_other_pictures_make_another_preset(tmp_path: Path) -> None:
     assert read_json(path) == preset.as_record()
 
 
-_TAKES = r"kontext: this model takes the inputs reference; conditioning gives"
+_GIVES = "kontext: conditioning gives"
 
 
 @pytest.mark.parametrize(
     ("table", "names", "message"),
     [
-        ("", "reference", rf'{_TAKES} none\. .* such as conditioning\.reference = \["reference\.p'),
-        ("conditioning = {}", "reference", rf"{_TAKES} none\. Give each of them, and no other"),
-        ('conditioning.pose = ["a.png"]', "reference", rf"{_TAKES} pose\."),
+        (
+            "",
+            "reference",
+            rf'{_GIVES} none, but .* such as conditioning\.reference = \["reference\.p',
+        ),
+        (
+            "conditioning = {}",
+            "reference",
+            rf"{_GIVES} none, but .*\. Give each of them, and no other",
+        ),
+        (
+            'conditioning.pose = ["a.png"]',
+            "reference",
+            rf"{_GIVES} pose, but this model takes the inputs reference\.",
+        ),
         (
             _ONE,
             "",
@@ -718,9 +730,17 @@ def test_a_picture_of_another_size_is_scaled_to_cover_and_cropped(tmp_path: Path
 @pytest.mark.parametrize(
     ("given", "names", "message"),
     [
-        ([], ["reference"], r"takes the inputs reference; given: none\. Give exactly"),
-        (["pose"], ["reference"], r"takes the inputs reference; given: pose\."),
-        (["reference"], [], "takes no further inputs, but reference was given"),
+        (
+            [],
+            ["reference"],
+            r"gives none, but this model takes the inputs reference\. Give exactly",
+        ),
+        (["pose"], ["reference"], r"--conditioning gives pose, but this model takes the inputs"),
+        (
+            ["reference"],
+            [],
+            "--conditioning gives reference, but this model takes no further inputs",
+        ),
     ],
 )
 def test_other_inputs_than_those_of_the_recipe_are_refused(

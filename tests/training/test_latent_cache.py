@@ -296,7 +296,7 @@ def test_videos_masks_and_numbers_train_from_a_cache_as_from_pixels(
     mixed = Request("a red disk", 0, {**inputs[0].conditioning, "camera": files["camera"]})
     assert (sampler.sample([mixed], settings, bucket)[0] != one).any()
     with pytest.raises(
-        DataError, match="takes the inputs depth, raw, person, camera; given: depth"
+        DataError, match="gives depth, but this model takes the inputs depth, raw, person, camera"
     ):
         sampler.sample([Request("", 0, {"depth": files["depth"]})], settings, bucket)
     white = (given("face", "_white.png", 'kind="mask"'), "flow.loss_mask=face")

@@ -6,6 +6,7 @@ as `None`, which counts as wrong.
 
 import colorsys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,14 +46,29 @@ def read(frames: NDArray[np.uint8]) -> Reading:
         frames: [F, H, W, 3] uint8 RGB, at least two frames.
     """
     pixels = frames.astype(np.float64) / 255
-    background = np.median(_border(pixels), axis=0)
-    object_rgb = _object_colour(pixels, background)
-    if object_rgb is None:
+    rows, columns = np.mgrid[: pixels.shape[1], : pixels.shape[2]]
+    is_border = (rows % (len(rows) - 1) == 0) | (columns % (columns.shape[1] - 1) == 0)
+    background = np.median(pixels[:, is_border].reshape(-1, 3), axis=0)
+    contrast = np.linalg.norm(pixels - background, axis=-1)
+    # The object covers more than 3 % of the pixels, so this quantile is one of its pixels.
+    peak = np.quantile(contrast, 0.97)
+    if peak < _LEAST_CONTRAST:
         return Reading(None, None, None)
-    covered = _covered(pixels, background, object_rgb)
-    if not _is_one_steady_object(covered):
+    object_rgb: NDArray[np.float64] = np.median(pixels[contrast > 0.75 * peak], axis=0)
+    # Each pixel's share [F, H, W] of the object's colour: it is projected onto the line from the
+    # background's colour to the object's.
+    way = object_rgb - background
+    covered = np.clip((pixels - background) @ way / max(float(way @ way), 1e-9), 0.0, 1.0)
+    covered[covered < 0.25] = 0.0  # ignore a sloping background and faint ghosts
+    areas = covered.sum(axis=(1, 2))
+    share = areas / covered[0].size
+    if share.min() <= _LEAST_COVERED or share.max() >= _MOST_COVERED:
         return Reading(None, None, None)
-    centres = _centroids(covered)
+    if areas.max() / areas.min() >= _MOST_AREA_RATIO:
+        return Reading(None, None, None)
+    # Each frame's centroid as (x, y) in pixels, [F, 2].
+    sums = [(covered * places).sum(axis=(1, 2)) for places in (columns, rows)]
+    centres = np.stack(sums, axis=1) / areas[:, None]
     return Reading(_shape(covered, centres), _colour(object_rgb), _direction(centres, covered))
 
 
@@ -75,79 +91,29 @@ class Adherence:
         self, videos: Sequence[NDArray[np.uint8]], prompts: Sequence[str], fps: float
     ) -> list[float | None]:
         del fps
-        return [_adheres(video, prompt) for video, prompt in zip(videos, prompts, strict=True)]
-
-
-def _adheres(video: NDArray[np.uint8], prompt: str) -> float | None:
-    if len(video) < 2:
-        return None
-    try:
-        return float(shows(video, prompt))
-    except DataError:
-        return None
-
-
-def _border(pixels: NDArray[np.float64]) -> NDArray[np.float64]:
-    inner = np.zeros(pixels.shape[1:3], dtype=bool)
-    inner[1:-1, 1:-1] = True
-    return pixels[:, ~inner].reshape(-1, 3)
-
-
-def _object_colour(
-    pixels: NDArray[np.float64], background: NDArray[np.float64]
-) -> NDArray[np.float64] | None:
-    """Return the colour [3] of the pixels that contrast most; None if there is no contrast."""
-    contrast = np.linalg.norm(pixels - background, axis=-1)
-    # The object covers more than 3 % of the pixels, so this quantile is one of its pixels.
-    peak = np.quantile(contrast, 0.97)
-    if peak < _LEAST_CONTRAST:
-        return None
-    colour: NDArray[np.float64] = np.median(pixels[contrast > 0.75 * peak], axis=0)
-    return colour
-
-
-def _covered(
-    pixels: NDArray[np.float64], background: NDArray[np.float64], object_rgb: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return each pixel's share of the object's colour against the background's, [F, H, W]."""
-    # Each pixel is projected onto the line from the background's colour to the object's.
-    way = object_rgb - background
-    share = (pixels - background) @ way / max(float(way @ way), 1e-9)
-    covered: NDArray[np.float64] = np.clip(share, 0.0, 1.0)
-    covered[covered < 0.25] = 0.0  # ignore a sloping background and faint ghosts
-    return covered
-
-
-def _is_one_steady_object(covered: NDArray[np.float64]) -> bool:
-    areas = covered.sum(axis=(1, 2))
-    share = areas / covered[0].size
-    within = bool((share > _LEAST_COVERED).all() and (share < _MOST_COVERED).all())
-    return within and bool(areas.max() / areas.min() < _MOST_AREA_RATIO)
-
-
-def _centroids(covered: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return each frame's centroid as (x, y) in pixels, [F, 2]."""
-    rows, columns = np.mgrid[: covered.shape[1], : covered.shape[2]]
-    areas = covered.sum(axis=(1, 2))
-    x, y = (covered * columns).sum(axis=(1, 2)) / areas, (covered * rows).sum(axis=(1, 2)) / areas
-    return np.stack([x, y], axis=1)
+        verdicts: list[float | None] = []
+        for video, prompt in zip(videos, prompts, strict=True):
+            verdict = None
+            with suppress(DataError):  # a prompt of another world
+                verdict = float(shows(video, prompt)) if len(video) > 1 else None
+            verdicts.append(verdict)
+        return verdicts
 
 
 def _shape(covered: NDArray[np.float64], centres: NDArray[np.float64]) -> str | None:
     """Return the shape whose drawing at the same places agrees best, if one clearly does."""
-    agreements = {shape: _agreement(shape, covered, centres) for shape in SHAPES}
+    height, width = covered.shape[1:]
+    agreements = {}
+    for shape in SHAPES:
+        # The soft intersection over union with the shape drawn at equal area.
+        unit_area = coverage(shape, 8.0, np.full((1, 2), 31.5), 64, 64).sum() / 8.0**2
+        radius = float(np.sqrt(np.median(covered.sum(axis=(1, 2))) / unit_area))
+        template = coverage(shape, radius, centres, height, width)
+        union = np.maximum(template, covered).sum()
+        agreements[shape] = float(np.minimum(template, covered).sum() / union)
     best, second = sorted(agreements, key=agreements.__getitem__, reverse=True)[:2]
     lead = agreements[best] - agreements[second]
     return best if agreements[best] >= _LEAST_AGREEMENT and lead >= _LEAST_LEAD else None
-
-
-def _agreement(shape: str, covered: NDArray[np.float64], centres: NDArray[np.float64]) -> float:
-    """Return the soft intersection over union with the shape drawn at equal area, in [0, 1]."""
-    height, width = covered.shape[1:]
-    unit_area = coverage(shape, 8.0, np.full((1, 2), 31.5), 64, 64).sum() / 8.0**2
-    radius = float(np.sqrt(np.median(covered.sum(axis=(1, 2))) / unit_area))
-    template = coverage(shape, radius, centres, height, width)
-    return float(np.minimum(template, covered).sum() / np.maximum(template, covered).sum())
 
 
 def _colour(object_rgb: NDArray[np.float64]) -> str | None:

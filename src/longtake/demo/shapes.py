@@ -5,10 +5,9 @@ draws those as asked has learnt what the words mean, because it has never seen t
 """
 
 import colorsys
-import functools
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +58,20 @@ class Combination:
     def caption(self) -> str:
         return f"a {self.colour} {self.shape} moving {self.direction}"
 
+    @property
+    def is_held_out(self) -> bool:
+        """True if no training clip shows the combination.
+
+        Each pair of shape and colour misses one direction, as in a Latin square: each direction is
+        missed three times, no (shape, direction) and no (colour, direction) more than once.
+        """
+        missed = 2 * SHAPES.index(self.shape) + list(COLOURS).index(self.colour)
+        return list(DIRECTIONS).index(self.direction) == missed % len(DIRECTIONS)
+
+
+_WORLD = tuple(itertools.starmap(Combination, itertools.product(SHAPES, COLOURS, DIRECTIONS)))
+"""All combinations."""
+
 
 def parse_caption(caption: str) -> Combination:
     """Return the combination that a caption of this world asks for.
@@ -66,40 +79,22 @@ def parse_caption(caption: str) -> Combination:
     Raises:
         DataError: the caption is not of this world.
     """
-    combination = _by_caption().get(caption)
-    if combination is None:
-        raise errors.DataError(
-            f"the caption {caption!r} is not of the shapes world; expected a sentence such as "
-            f"'a red circle moving up left', of {', '.join(SHAPES)}; {', '.join(COLOURS)}; "
-            f"{', '.join(DIRECTIONS)}."
-        )
-    return combination
+    for combination in _WORLD:
+        if combination.caption == caption:
+            return combination
+    raise errors.DataError(
+        f"the caption {caption!r} is not of the shapes world; expected a sentence such as "
+        f"'a red circle moving up left', of {', '.join(SHAPES)}; {', '.join(COLOURS)}; "
+        f"{', '.join(DIRECTIONS)}."
+    )
 
 
 def training_captions() -> list[str]:
-    return [combination.caption for combination, held_out in _world() if not held_out]
+    return [combination.caption for combination in _WORLD if not combination.is_held_out]
 
 
 def held_out_captions() -> list[str]:
-    return [combination.caption for combination, held_out in _world() if held_out]
-
-
-@functools.cache
-def _by_caption() -> dict[str, Combination]:
-    return {combination.caption: combination for combination, _ in _world()}
-
-
-def _world() -> Iterator[tuple[Combination, bool]]:
-    """Yield every combination and whether it is held out.
-
-    Each pair of shape and colour misses one direction, as in a Latin square: each direction is
-    missed three times, no (shape, direction) and no (colour, direction) more than once.
-    """
-    for shape, colour, direction in itertools.product(
-        range(len(SHAPES)), range(len(COLOURS)), range(len(DIRECTIONS))
-    ):
-        names = SHAPES[shape], list(COLOURS)[colour], list(DIRECTIONS)[direction]
-        yield Combination(*names), direction == (2 * shape + colour) % len(DIRECTIONS)
+    return [combination.caption for combination in _WORLD if combination.is_held_out]
 
 
 def coverage(
@@ -113,28 +108,23 @@ def coverage(
     rows, columns = np.mgrid[:height, :width].astype(np.float64)
     x = columns[None] - centres[:, 0, None, None]
     y = rows[None] - centres[:, 1, None, None]
+    # Distance to the shape's nearest side in pixels, negative inside.
+    match shape:
+        case "circle":
+            distance = np.hypot(x, y) - radius
+        case "square":
+            distance = np.maximum(abs(x), abs(y)) - _SQUARE_HALF_SIDE * radius
+        case "triangle":  # equilateral, pointing up; the centroid is the centre
+            slanted = abs(x) * np.sqrt(0.75) - y * 0.5
+            distance = np.maximum(slanted, y) - _TRIANGLE_INRADIUS * radius
+        case "cross":
+            long, short = np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
+            distance = np.maximum(long - radius, short - _CROSS_HALF_WIDTH * radius)
+        case _:
+            raise AssertionError(shape)
     # A pixel's coverage is close to linear in the edge's distance from its centre.
-    covered: NDArray[np.float64] = np.clip(0.5 - _distance(shape, radius, x, y), 0.0, 1.0)
+    covered: NDArray[np.float64] = np.clip(0.5 - distance, 0.0, 1.0)
     return covered
-
-
-def _distance(
-    shape: str, radius: float, x: NDArray[np.float64], y: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the distance to the shape's nearest side in pixels, negative inside."""
-    distance: NDArray[np.float64]
-    if shape == "circle":
-        distance = np.hypot(x, y) - radius
-    elif shape == "square":
-        distance = np.maximum(abs(x), abs(y)) - _SQUARE_HALF_SIDE * radius
-    elif shape == "triangle":  # equilateral, pointing up; the centroid is the centre
-        slanted = abs(x) * np.sqrt(0.75) - y * 0.5
-        distance = np.maximum(slanted, y) - _TRIANGLE_INRADIUS * radius
-    else:
-        assert shape == "cross", shape
-        long, short = np.maximum(abs(x), abs(y)), np.minimum(abs(x), abs(y))
-        distance = np.maximum(long - radius, short - _CROSS_HALF_WIDTH * radius)
-    return distance
 
 
 def render(shape: str, colour: str, direction: str, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -145,21 +135,14 @@ def render(shape: str, colour: str, direction: str, rng: np.random.Generator) ->
     times = np.arange(NUM_FRAMES) - (NUM_FRAMES - 1) / 2
     centres = middle + speed * times[:, None] * step
     covered = coverage(shape, radius, centres, HEIGHT, WIDTH)[..., None]
-    frames = covered * _tint(colour, rng) + (1 - covered) * _background(rng)
-    return np.rint(255 * frames).astype(np.uint8)
-
-
-def _tint(colour: str, rng: np.random.Generator) -> NDArray[np.float64]:
     hue = (COLOURS[colour] + rng.uniform(-6, 6)) / 360 % 1.0
-    return np.array(colorsys.hsv_to_rgb(hue, rng.uniform(0.8, 0.95), rng.uniform(0.85, 1.0)))
-
-
-def _background(rng: np.random.Generator) -> NDArray[np.float64]:
-    """Return a dark grey [H, W, 1] in [0.02, 0.14], brighter towards one side."""
+    tint = np.array(colorsys.hsv_to_rgb(hue, rng.uniform(0.8, 0.95), rng.uniform(0.85, 1.0)))
+    # The background is a dark grey in [0.02, 0.14], brighter towards one side.
     rows, columns = np.mgrid[-1 : 1 : HEIGHT * 1j, -1 : 1 : WIDTH * 1j]
     down, across = rng.uniform(-0.02, 0.02, size=2)
-    level: NDArray[np.float64] = rng.uniform(0.06, 0.1) + down * rows + across * columns
-    return level[..., None]
+    background = (rng.uniform(0.06, 0.1) + down * rows + across * columns)[..., None]
+    frames: NDArray[np.float64] = covered * tint + (1 - covered) * background
+    return np.rint(255 * frames).astype(np.uint8)
 
 
 def write_clips(
@@ -190,10 +173,8 @@ def write_clips(
     """
     chosen = held_out_captions() if held_out else training_captions()
     captions = np.random.default_rng(seed).permutation(chosen).tolist()
-    planned = [
-        (f"shapes_{seed}_{index:05d}.mp4", captions[index % len(captions)])
-        for index in range(num_clips)
-    ]
+    names = (f"shapes_{seed}_{index:05d}.mp4" for index in range(num_clips))
+    planned = list(zip(names, itertools.cycle(captions), strict=False))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -202,27 +183,18 @@ def write_clips(
         ) from error
 
     def write(index: int) -> None:
-        video, caption = planned[index]
-        _write_clip(folder / video, caption, [seed, index])
+        name, caption = planned[index]
+        if not (folder / name).exists():
+            shown, rng = parse_caption(caption), np.random.default_rng([seed, index])
+            frames = render(shown.shape, shown.colour, shown.direction, rng)
+            # In 4:2:0 a small blue or red square has the corners of a circle. RGB is also read
+            # faster.
+            write_video(folder / name, frames, FPS, pixel_format="rgb24")
 
     with ThreadPoolExecutor(process.num_cores()) as threads:  # x264 releases the GIL
         for done, _ in enumerate(threads.map(write, range(num_clips)), 1):
             if progress is not None:
                 progress(done)
-    return _write_captions(folder, planned)
-
-
-def _write_clip(path: Path, caption: str, seed: list[int]) -> None:
-    if path.exists():
-        return
-    wanted = parse_caption(caption)
-    rng = np.random.default_rng(seed)
-    frames = render(wanted.shape, wanted.colour, wanted.direction, rng)
-    # In 4:2:0 a small blue or red square has the corners of a circle. RGB is also read faster.
-    write_video(path, frames, FPS, pixel_format="rgb24")
-
-
-def _write_captions(folder: Path, planned: list[tuple[str, str]]) -> Path:
     path = folder / "captions.jsonl"
     lines = [json.dumps({"video": video, "caption": caption}) for video, caption in planned]
     try:

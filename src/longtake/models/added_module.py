@@ -27,7 +27,6 @@ from longtake.trust import import_class
 ADDED = "added_modules"
 """Name of the model's submodule that holds the added modules."""
 
-_GIVEN = ("width", "blocks", "latent_channels")  # arguments that a module is built with
 _STREAMS = ("tokens", "text", "temb")  # fields that are converted to the module's dtype
 _WRAPPERS = ("around", "around_attention")
 
@@ -64,7 +63,6 @@ class AddedModule(Protocol):
                 `longtake.models.conditioning` says, such as `<name>_latents` [B, C, 1, h, w] of a
                 picture.
         """
-        ...
 
     def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
         """Run a block of the module; called in place of the block.
@@ -77,7 +75,6 @@ class AddedModule(Protocol):
         Where a block is recomputed this runs again in the backward pass, so it must depend on
         nothing but its arguments and weights.
         """
-        ...
 
     def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
         """Compute an attention [B, H, T, d]; called in place of each attention in the blocks.
@@ -85,7 +82,6 @@ class AddedModule(Protocol):
         `attend` may be called several times, such as with keys and values of the module's own,
         for which `mask` is None.
         """
-        ...
 
 
 def build_module(
@@ -95,31 +91,29 @@ def build_module(
     key = f"trainable.modules.{name}"
     if hasattr(nn.ModuleDict(), name):
         raise RecipeError(f"{key}: PyTorch's modules have an attribute {name}. Take another name.")
-    found = import_class(section.module, f"{key}.module")
-    _check(found, key, section)
-    given = {"width": width, "blocks": list(blocks), "latent_channels": latent_channels}
-    taken = {each: given[each] for each in pretrained.defaults(found.__init__) if each in given}
-    built: nn.Module = pretrained.construct(f"{key}.options", found, taken | section.options)
-    return built
-
-
-def _check(found: Any, key: str, section: ModuleSection) -> None:
-    name = f"{key}.module {section.module!r}"
+    module_class: Any = import_class(section.module, f"{key}.module")
+    named = f"{key}.module {section.module!r}"
     protocol = "See AddedModule in longtake.models.added_module for the methods that it can have."
-    if not issubclass(found, nn.Module):
-        raise RecipeError(f"{name} is not a torch.nn.Module. Make it a subclass. {protocol}")
-    if not any(callable(getattr(found, each, None)) for each in _WRAPPERS):
+    if not issubclass(module_class, nn.Module):
+        raise RecipeError(f"{named} is not a torch.nn.Module. Make it a subclass. {protocol}")
+    if not any(callable(getattr(module_class, method, None)) for method in _WRAPPERS):
         raise RecipeError(
-            f"{name} has no method around(self, block, call, inputs), and no around_attention: it "
+            f"{named} has no method around(self, block, call, inputs), and no around_attention: it "
             f"would never be called. {protocol}"
         )
-    options = [each for each in pretrained.defaults(found.__init__) if each not in _GIVEN]
+    sizes = {"width": width, "blocks": list(blocks), "latent_channels": latent_channels}
+    arguments = pretrained.defaults(module_class.__init__)
+    options = [option for option in arguments if option not in sizes]
     for option in section.options:
         if option not in options:
             raise RecipeError(
-                f"{key}.options.{option} is not an option of {found.__name__}; "
+                f"{key}.options.{option} is not an option of {module_class.__name__}; "
                 f"{did_you_mean(option, options)}"
             )
+    needed = {argument: sizes[argument] for argument in arguments if argument in sizes}
+    values = needed | section.options
+    built: nn.Module = pretrained.construct(f"{key}.options", module_class, values)
+    return built
 
 
 def block_names(
@@ -249,16 +243,17 @@ class _Attachment:
                 "sigmas, conditioning) before model(...)."
             )
         self.sigmas = given["sigmas"].float()
-        own = {name: self._cast(each) for name, each in given.items()} | {"sigmas": self.sigmas}
+        own = {
+            name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in given.items()
+        }
+        own["sigmas"] = self.sigmas
         for name, module in self.modules.items():
             self.prepared[name] = module.prepare(own) if hasattr(module, "prepare") else {}
 
     def after_model(self, model: nn.Module, args: object, output: object) -> None:
         if not torch.is_grad_enabled():  # no backward pass will need it
             self.prepared = {}
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.dtype) if tensor.is_floating_point() else tensor
 
 
 class _BlockForward:
@@ -390,7 +385,8 @@ class _ModulesAroundAttention(AttentionMode):
         for each in reversed(forward.attending):
             module = attachment.modules[each]
             own = replace(self._inputs, prepared=attachment.prepared[each])
-            call = partial(self._attend_within, module, call, own)
+            # `partial` keeps this round's `call`, which a closure would see replaced.
+            call = partial(_attend_within, module, forward.name, call, own)
         # `how` is the same object in `call`, which gets the mask in its inputs instead.
         mask = how.pop("attn_mask", None)
         mixed: Any = call(AttentionInputs(query, key, value, mask, name, self._inputs))
@@ -403,13 +399,11 @@ class _ModulesAroundAttention(AttentionMode):
         attended: Tensor = mixed
         return attended
 
-    def _attend_within(
-        self, module: Any, call: Attend, block: BlockInputs, inputs: AttentionInputs
-    ) -> Tensor:
-        mixed: Tensor = module.around_attention(
-            self._forward.name, call, replace(inputs, block=block)
-        )
-        return mixed
+
+def _attend_within(
+    module: Any, name: str, call: Attend, block: BlockInputs, inputs: AttentionInputs
+) -> Any:
+    return module.around_attention(name, call, replace(inputs, block=block))
 
 
 def _attend(dtype: torch.dtype, how: Mapping[str, Any], inputs: AttentionInputs) -> Tensor:
@@ -426,16 +420,15 @@ def _attend(dtype: torch.dtype, how: Mapping[str, Any], inputs: AttentionInputs)
 
 
 def _converted(inputs: BlockInputs, dtype: torch.dtype) -> BlockInputs:
-    values = {field: getattr(inputs, field) for field in _STREAMS}
-    found = {field: value.to(dtype) for field, value in values.items() if value is not None}
-    return replace(inputs, **found)
+    streams = {field: getattr(inputs, field) for field in _STREAMS}
+    return replace(inputs, **{f: s.to(dtype) for f, s in streams.items() if s is not None})
 
 
 def _restored(changed: BlockInputs, seen: BlockInputs, original: BlockInputs) -> BlockInputs:
     """Convert `changed` to the dtypes of `original`, whose values replace those still `seen`."""
-    found = {}
+    restored = {}
     for field in _STREAMS:
         value, before, own = (getattr(each, field) for each in (changed, seen, original))
         if own is not None:
-            found[field] = own if value is before else value.to(own.dtype)
-    return replace(changed, **found)
+            restored[field] = own if value is before else value.to(own.dtype)
+    return replace(changed, **restored)

@@ -235,6 +235,22 @@ class InputContract:
         return needed + [conditioning[name] for name in may_have if name in conditioning]
 
 
+def read_patch(section: ModelSection, default: tuple[int, int, int]) -> tuple[int, ...]:
+    """Return the frames, rows and columns of `model.config.patch_size`.
+
+    Raises:
+        RecipeError: they are not three positive whole numbers.
+    """
+    patch = section.config.get("patch_size", default)
+    is_list = isinstance(patch, list | tuple) and len(patch) == 3
+    if not is_list or not all(type(side) is int and 0 < side < 2**16 for side in patch):
+        raise RecipeError(
+            f"model.config.patch_size = {patch!r:.60}: expected frames, rows and columns, such as "
+            f"{list(default)}."
+        )
+    return tuple(patch)
+
+
 def reference_latents(conditioning: Conditioning, name: str) -> Tensor:
     """Return the latents [B, C, 1, h, w] of a reference image.
 

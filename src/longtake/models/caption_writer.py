@@ -41,6 +41,8 @@ class TransformersCaptioner:
         device: str | None = None,
         dtype: str = "auto",
     ) -> None:
+        from transformers import AutoModelForImageTextToText, AutoProcessor
+
         folder = Path(model).expanduser()
         if not (folder / "config.json").is_file():
             raise errors.ModelError(
@@ -53,8 +55,26 @@ class TransformersCaptioner:
                 "with save_pretrained(...) of transformers."
             )
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        self._processor, self._model = _load(folder, dtype)
-        self._model.to(self._device).eval()
+        safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        try:
+            with quiet(AutoProcessor):
+                self._processor: Any = AutoProcessor.from_pretrained(str(folder), **safe)
+                weights, report = AutoModelForImageTextToText.from_pretrained(
+                    str(folder), use_safetensors=True, dtype=dtype, output_loading_info=True, **safe
+                )
+        except Exception as error:  # each model's files raise their own kinds
+            reason = one_line(error)[:400].rstrip(".")
+            raise errors.ModelError(
+                f"No captioner can be loaded from {folder}: {reason}. Expected a model of "
+                "transformers for image-text-to-text with its processor; code beside the weights "
+                "is not run."
+            ) from error
+        if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+            raise errors.ModelError(
+                f"The weights in {folder} leave {len(missing)} tensors without values, such as "
+                f"{missing[0]}. They belong to another model or another version of transformers."
+            )
+        self._model: Any = weights.to(self._device).eval()
         self._max_new_tokens = max_new_tokens
         self._is_chat = bool(getattr(self._processor, "chat_template", None))
         self._prompt = (PROMPT if self._is_chat else "") if prompt is None else prompt
@@ -68,7 +88,7 @@ class TransformersCaptioner:
         """
         del clips
         with torch.inference_mode():
-            inputs = self._ask(frames).to(self._device, self._model.dtype)
+            inputs = self._prepare(frames).to(self._device, self._model.dtype)
             tokens = self._model.generate(
                 **inputs, max_new_tokens=self._max_new_tokens, do_sample=False
             )
@@ -78,7 +98,7 @@ class TransformersCaptioner:
         texts = self._processor.batch_decode(tokens, skip_special_tokens=True)
         return [" ".join(text.split()) for text in texts]
 
-    def _ask(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
+    def _prepare(self, frames: Sequence[NDArray[np.uint8]]) -> Any:
         if not self._is_chat:
             shown = [Image.fromarray(video[len(video) // 2]) for video in frames]
             prompts = {"text": [self._prompt] * len(shown), "padding": True}
@@ -91,29 +111,3 @@ class TransformersCaptioner:
             message = [{"role": "user", "content": question}]
             texts.append(self._processor.apply_chat_template(message, add_generation_prompt=True))
         return self._processor(images=pictures, text=texts, padding=True, return_tensors="pt")
-
-
-def _load(folder: Path, dtype: str) -> tuple[Any, Any]:
-    """Load the processor and the model of a folder."""
-    from transformers import AutoModelForImageTextToText, AutoProcessor
-
-    safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        with quiet(AutoProcessor):
-            processor = AutoProcessor.from_pretrained(str(folder), **safe)
-            model, report = AutoModelForImageTextToText.from_pretrained(
-                str(folder), use_safetensors=True, dtype=dtype, output_loading_info=True, **safe
-            )
-    except Exception as error:  # each model's files raise their own kinds
-        reason = one_line(error)[:400].rstrip(".")
-        raise errors.ModelError(
-            f"No captioner can be loaded from {folder}: {reason}. Expected a model of transformers "
-            "for image-text-to-text with its processor; code beside the weights is not run."
-        ) from error
-    missing = sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
-    if missing:
-        raise errors.ModelError(
-            f"The weights in {folder} leave {len(missing)} tensors without values, such as "
-            f"{missing[0]}. They belong to another model or another version of transformers."
-        )
-    return processor, model

@@ -1,7 +1,7 @@
 """Codecs between pixels and latents; their weights stay frozen while the transformer trains."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ _CHUNK = 4
 first frame. They drop a shorter rest silently, whatever their compression.
 """
 
+_FOLDER = "vae"  # of the autoencoder in a pipeline
 _IMAGE_TILE = 512  # pixels; diffusers' default is the size of training images, such as 1024
 
 
@@ -44,11 +45,9 @@ class Codec(Protocol):
         Raises:
             RecipeError: codec or model cannot divide the bucket; names the nearest that both can.
         """
-        ...
 
     def encode(self, videos: Tensor) -> Tensor:
         """Encode videos to latents, normalised as the transformer was trained."""
-        ...
 
     def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
         """Decode latents to uint8 videos.
@@ -59,19 +58,15 @@ class Codec(Protocol):
         Raises:
             SamplingError: decoded pixels are NaN or infinite.
         """
-        ...
 
     def modules(self) -> list[nn.Module]:
         """Return the frozen modules, whose weights take memory; empty if latents are the pixels."""
-        ...
 
     def to(self, device: torch.device) -> None:
         """Move to a device."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write the parts that `build_codec` cannot rebuild from the recipe alone."""
-        ...
 
 
 class PixelCodec:
@@ -117,7 +112,7 @@ class _Autoencoder:
     def save(self, folder: Path) -> None:
         if not self._is_pretrained:
             with pretrained.quiet(self.autoencoder):
-                self.autoencoder.save_pretrained(folder / "vae")  # type: ignore[operator]
+                self.autoencoder.save_pretrained(folder / _FOLDER)  # type: ignore[operator]
 
     def _mode(self, pixels: Tensor) -> Tensor:
         """Return the mode of the posterior in fp32, for pixels in [-1, 1]."""
@@ -128,9 +123,15 @@ class _Autoencoder:
 
     def _decoded(self, raw: Tensor, *, tiles: bool) -> Tensor:
         """Decode latents in the autoencoder's own scale to uint8 pixels."""
-        with _tiled(self.autoencoder, tiles):
-            raw = raw.to(next(self.autoencoder.parameters()).dtype)
-            decoded: Tensor = self.autoencoder.decode(raw).sample  # type: ignore[operator]
+        autoencoder: Any = self.autoencoder
+        raw = raw.to(next(autoencoder.parameters()).dtype)
+        with ExitStack() as settings:
+            if tiles:
+                autoencoder.enable_tiling()
+                autoencoder.enable_slicing()
+                settings.callback(autoencoder.disable_slicing)
+                settings.callback(autoencoder.disable_tiling)
+            decoded: Tensor = autoencoder.decode(raw).sample
         return _to_uint8(decoded)
 
 
@@ -416,66 +417,48 @@ def build_codec(
         ModelError: the weights cannot be loaded, or are of a class that the family cannot use.
         RecipeError: the class does not take the recipe's arguments.
     """
-    _refuse_unused_keys(section)
-    if section.kind == "pixels":
-        return PixelCodec()
-    dtype = numerics.DTYPES[section.dtype]
-    if section.pretrained is not None:
-        part = releases.find_part(section.pretrained, part)
-        found = _autoencoder_class(part)
-        loaded = pretrained.load_pretrained(
-            found, section.pretrained, part.folder, torch_dtype=dtype
-        )
-        return _wrapped(loaded, is_pretrained=True)
-    found = _autoencoder_class(part)
-    if made is not None and (made / "vae").is_dir():
-        return _wrapped(pretrained.load_pretrained(found, str(made), "vae", torch_dtype=dtype))
-    return _wrapped(_random(found, section))
+    return _build(section, part, made, outlined=False)
 
 
 def outline_codec(section: CodecSection, part: pretrained.PipelinePart) -> Codec:
     """Outline the recipe's codec on the meta device: it has shapes, but cannot encode."""
-    _refuse_unused_keys(section)
-    if section.kind == "pixels":
-        return PixelCodec()
-    if section.pretrained is not None:
-        part = releases.find_part(section.pretrained, part)
-        outline = deferred_init.on_meta(_autoencoder_class(part), section.pretrained, part.folder)
-        numerics.keep_weights_in(outline, numerics.DTYPES[section.dtype])
-        return _wrapped(outline, is_pretrained=True)
-    with torch.device("meta"):
-        return _wrapped(_random(_autoencoder_class(part), section))
+    return _build(section, part, None, outlined=True)
 
 
-def _refuse_unused_keys(section: CodecSection) -> None:
-    if section.kind == "pixels":
-        given = {"pretrained": section.pretrained, "config": section.config}
-        pretrained.refuse_unused("codec", given, 'codec.kind is "pixels"')
-    elif section.pretrained is not None:
-        pretrained.refuse_unused(
-            "codec", {"config": section.config}, "codec.pretrained brings its own"
-        )
-
-
-def _autoencoder_class(part: pretrained.PipelinePart) -> Any:
+def _build(
+    section: CodecSection, part: pretrained.PipelinePart, made: Path | None, *, outlined: bool
+) -> Codec:
     import diffusers
 
-    return getattr(diffusers, part.class_name)
-
-
-def _wrapped(autoencoder: nn.Module, is_pretrained: bool = False) -> Codec:
-    codec_class = _CODECS.get(type(autoencoder).__name__, AutoencoderCodec)
-    codec: Codec = codec_class(autoencoder, is_pretrained)
+    where, dtype = section.pretrained, numerics.DTYPES[section.dtype]
+    if section.kind == "pixels":
+        unused = {"pretrained": where, "config": section.config}
+        pretrained.refuse_unused("codec", unused, 'codec.kind is "pixels"')
+        return PixelCodec()
+    if where is not None:
+        unused = {"config": section.config}
+        pretrained.refuse_unused("codec", unused, "codec.pretrained brings its own")
+        part = releases.find_part(where, part)
+    autoencoder_class = getattr(diffusers, part.class_name)
+    codec_class = _CODECS.get(part.class_name, AutoencoderCodec)
+    # A run's own random weights are read again, because another version may draw others.
+    source = (
+        str(made) if where is None and made is not None and (made / _FOLDER).is_dir() else where
+    )
+    if source is not None and outlined:
+        autoencoder = deferred_init.on_meta(autoencoder_class, source, part.folder)
+    elif source is not None:
+        autoencoder = pretrained.load_pretrained(
+            autoencoder_class, source, part.folder, torch_dtype=dtype
+        )
+    else:
+        known = pretrained.defaults(autoencoder_class.__init__)
+        values = codec_class.complete_config(known, section.config, part.class_name)
+        with torch.device("meta" if outlined else "cpu"):
+            autoencoder = pretrained.construct("codec.config", autoencoder_class, values)
+    numerics.keep_weights_in(autoencoder, dtype)
+    codec: Codec = codec_class(autoencoder, where is not None)
     return codec
-
-
-def _random(autoencoder_class: Any, section: CodecSection) -> Any:
-    known, name = pretrained.defaults(autoencoder_class.__init__), autoencoder_class.__name__
-    codec_class = _CODECS.get(name, AutoencoderCodec)
-    values = codec_class.complete_config(known, section.config, name)
-    made = pretrained.construct("codec.config", autoencoder_class, values)
-    numerics.keep_weights_in(made, numerics.DTYPES[section.dtype])
-    return made
 
 
 def _per_channel(config: Any, name: str) -> Tensor:
@@ -532,21 +515,6 @@ def _refuse_odd(
             f"data.buckets: {bucket} cannot be encoded: {who} {sizes} {columns}{of_frames}. "
             f"The nearest that fits is {fits}."
         )
-
-
-@contextmanager
-def _tiled(autoencoder: Any, wanted: bool) -> Iterator[None]:
-    """Enable tiled and sliced decoding of a diffusers autoencoder within the block, if wanted."""
-    if not wanted:
-        yield
-        return
-    autoencoder.enable_tiling()
-    autoencoder.enable_slicing()
-    try:
-        yield
-    finally:
-        autoencoder.disable_tiling()
-        autoencoder.disable_slicing()
 
 
 def _nearest(size: int, step: int) -> int:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -105,6 +104,7 @@ def build_transformer(
     Raises:
         RecipeError: an argument in `fitted` differs in the transformer's config.
     """
+    model: Any
     if section.pretrained is None:
         with torch.device("cpu" if weights else "meta"):
             model = pretrained.construct("model.config", model_class, {**fitted, **section.config})
@@ -112,7 +112,23 @@ def build_transformer(
         pretrained.refuse_unused(
             "model", {"config": section.config}, "model.pretrained brings its own"
         )
-        model = _pretrained(model_class, section, section.pretrained, weights, channel_ratios)
+        where, subfolder = section.pretrained, section.folder()
+        folder = pretrained.locate(where, subfolder) if weights else None
+        release = releases.read_release(section)
+        pretrained.refuse_other_class(release.config, model_class, where, subfolder)
+        release_checks.refuse_untrained(release, channel_ratios, section)
+        if folder is None:
+            model = on_meta(model_class, where, subfolder)
+        elif weights == "later":
+            config = pretrained.read_config(folder / subfolder / "config.json")
+            model = _from_config(model_class, config, where, subfolder)
+            # As from_pretrained does.
+            model.register_to_config(_name_or_path=str(folder / subfolder))
+            model.eval()
+        else:  # the weights pass through no other dtype than the one they will be kept in
+            model = pretrained.load_pretrained(
+                model_class, str(folder), subfolder, torch_dtype=numerics.DTYPES[section.dtype]
+            )
     for name, expected in fitted.items():
         if model.config[name] != expected:
             raise RecipeError(
@@ -121,29 +137,6 @@ def build_transformer(
             )
     built: nn.Module = model
     return built
-
-
-def _pretrained(
-    model_class: Any,
-    section: ModelSection,
-    where: str,
-    weights: Weights,
-    channel_ratios: Collection[float],
-) -> Any:
-    subfolder = section.folder()
-    folder = pretrained.locate(where, subfolder) if weights else None
-    release = releases.read_release(section)
-    pretrained.refuse_other_class(release.config, model_class, where, subfolder)
-    release_checks.refuse_untrained(release, channel_ratios, section)
-    if folder is None:
-        return on_meta(model_class, where, subfolder)
-    if weights != "later":  # they pass through no other dtype than the one they will be kept in
-        dtype = numerics.DTYPES[section.dtype]
-        return pretrained.load_pretrained(model_class, str(folder), subfolder, torch_dtype=dtype)
-    config = pretrained.read_config(folder / subfolder / "config.json")
-    model: Any = _from_config(model_class, config, where, subfolder)
-    model.register_to_config(_name_or_path=str(folder / subfolder))  # as from_pretrained
-    return model.eval()
 
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
@@ -194,10 +187,18 @@ def can_be_filled(
     if files is None:
         return True
     buffers = {name for name, _ in model.named_buffers()}
-    wanted = shapes_of(deferred)
-    if buffers & model.state_dict().keys() or not wanted.keys() <= files.keys():
+    expected = shapes_of(deferred)
+    if buffers & model.state_dict().keys() or not expected.keys() <= files.keys():
         return False
-    return _stored_shapes(files, wanted) == wanted
+    stored: dict[str, tuple[int, ...]] = {}
+    try:
+        for file in {files[name] for name in expected}:
+            with safe_open(file, framework="pt") as opened:
+                held = [name for name in expected if files[name] == file]
+                stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in held}
+    except (OSError, SafetensorError):
+        return False
+    return stored == expected
 
 
 def shapes_of(deferred: Iterable[DeferredParameter]) -> dict[str, tuple[int, ...]]:
@@ -278,17 +279,15 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = func(*args, **kwargs)
-        named = dict(zip((each.name for each in func._schema.arguments), args, strict=False))
-        changed = [
-            (named | kwargs).get(each.name)
-            for each in func._schema.arguments
-            if each.alias_info is not None and each.alias_info.is_write
-        ]
-        reads, writes, outputs = map(self._storages_of, ((args, kwargs), changed, found))
+        result = func(*args, **kwargs)
+        arguments = func._schema.arguments
+        values = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        written = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
+        changed = [values.get(name) for name in written]
+        reads, writes, outputs = map(self._storages_of, ((args, kwargs), changed, result))
         args, kwargs = pytree.tree_map_only(Tensor, self.place, (args, kwargs))
         self.calls.append(_Call(func, args, kwargs, frozenset(reads), frozenset(writes), outputs))
-        return found
+        return result
 
     def _storages_of(self, values: Any) -> tuple[int, ...]:
         leaves = pytree.tree_leaves(values)
@@ -432,20 +431,6 @@ def files_in(folder: Path) -> dict[str, Path] | None:
     return found if all(file.is_file() for file in set(found.values())) else None
 
 
-def _stored_shapes(
-    files: Mapping[str, Path], names: Mapping[str, object]
-) -> dict[str, tuple[int, ...]] | None:
-    """Read the shapes of tensors by name from the files' headers; None if one is unreadable."""
-    shapes = {}
-    try:
-        for file, group in _by_file(files, names):
-            with safe_open(file, framework="pt") as opened:
-                shapes.update({name: tuple(opened.get_slice(name).get_shape()) for name in group})
-    except (OSError, SafetensorError):
-        return None
-    return shapes
-
-
 def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
     """Fill tensors, in their own dtypes, and quantised layers; a DTensor gets its own shard."""
 
@@ -459,31 +444,18 @@ def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
                 f"{file} cannot be read: {error}. Download or copy it again."
             ) from error
 
-    batches = [
-        (file, names) for file, group in _by_file(files, targets) for names in _cut(group, targets)
-    ]
-    with ThreadPoolExecutor(_READING_THREADS) as threads:
-        list(threads.map(lambda each: read(*each), batches))
-
-
-def _by_file(
-    files: Mapping[str, Path], names: Mapping[str, object]
-) -> list[tuple[Path, list[str]]]:
-    ordered = sorted(names, key=lambda name: (files[name], name))
-    return [(file, list(group)) for file, group in groupby(ordered, key=lambda name: files[name])]
-
-
-def _cut(names: Sequence[str], targets: Mapping[str, Target]) -> Iterator[Sequence[str]]:
-    """Split names into groups of little more than `_BYTES_PER_MAPPING` bytes."""
-    first = size = 0
-    for number, name in enumerate(names):
+    # Each batch is of one file, and of little more than `_BYTES_PER_MAPPING` bytes.
+    batches: list[tuple[Path, list[str]]] = []
+    size = 0
+    for name in sorted(targets, key=lambda name: (files[name], name)):
+        if not batches or batches[-1][0] != files[name] or size >= _BYTES_PER_MAPPING:
+            batches.append((files[name], []))
+            size = 0
+        batches[-1][1].append(name)
         target = targets[name]
         size += target.nbytes if isinstance(target, Tensor) else target.weight_bytes
-        if size >= _BYTES_PER_MAPPING:
-            yield names[first : number + 1]
-            first, size = number + 1, 0
-    if first < len(names):
-        yield names[first:]
+    with ThreadPoolExecutor(_READING_THREADS) as threads:
+        list(threads.map(lambda batch: read(*batch), batches))
 
 
 @torch.no_grad()

@@ -115,8 +115,26 @@ class DiffusersFamily(Family):
             RecipeError: the family cannot be conditioned on this text encoder.
         """
 
+    def single_embed_dim(self, text: TextEncoder) -> int:
+        """Return the width of `prompt_embeds`, for a family that has one text encoder.
+
+        Raises:
+            RecipeError: there is another text encoder, or only ids of words.
+        """
+        if text.embed_dim is None or text.pooled_dim is not None:
+            raise RecipeError(
+                f"{self.label} is conditioned on the prompt_embeds of one text encoder. Set "
+                'text.kind = "transformers", and remove text.pooled.'
+            )
+        return text.embed_dim
+
     def check_config(self, config: Any) -> None:
         """Refuse arguments that diffusers accepts but that fail at the first step (RecipeError)."""
+
+    def adapt(
+        self, model: Any, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+    ) -> None:
+        """Change a built model, or refuse it for a recipe's latents and texts (RecipeError)."""
 
     @abstractmethod
     def call(
@@ -143,23 +161,20 @@ class DiffusersFamily(Family):
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         transformer: Any = model
+        first, last = self.time_range
+        # Sigmas of a range of 1 are not multiplied, so that they are not rounded.
+        timesteps = sigmas if last - first == 1 else sigmas * (last - first)
         # The converted latents get no name: a local would keep them alive during the whole call.
         call = self.call(
             transformer,
             noisy_latents.to(transformer.dtype),
-            self._timesteps(sigmas),
+            timesteps if first == 0 else first + timesteps,
             conditioning,
         )
         with numerics.mixed_norms():
             output = transformer(**call.inputs, return_dict=False)[0]
         velocity = call.read(output)
         return -velocity if self.negates else velocity
-
-    def _timesteps(self, sigmas: Tensor) -> Tensor:
-        first, last = self.time_range
-        # Sigmas of a range of 1 are not multiplied, so that they are not rounded.
-        scaled = sigmas if last - first == 1 else sigmas * (last - first)
-        return first + scaled if first else scaled
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         return self.block.patch_size
@@ -205,6 +220,7 @@ class DiffusersFamily(Family):
             channel_ratios=self.channel_ratios,
         )
         self.check_config(model.config)
+        self.adapt(model, section, shapes, text)
         return model
 
     def _model_class(self, section: ModelSection) -> Any:
@@ -304,19 +320,35 @@ def guidance_scales(
     return conditioning["guidance"]
 
 
-def outline_vision(text: TextEncoder, pictures: Tensor, further_tokens: int = 0) -> Tensor:
-    """Outline an image encoder's embeddings [B, T, D] of pictures, on the meta device.
+@torch.no_grad()
+def embed_pictures(
+    text: TextEncoder,
+    pictures: Tensor,
+    embed: Callable[[Any, Image.Image], Tensor],
+    further_tokens: int = 0,
+) -> Tensor:
+    """Embed the first frames of [B, 3, F, H, W] uint8 by the pipeline's image encoder.
 
-    T is the encoder's number of patches plus `further_tokens`, such as a class token.
+    Args:
+        text: text encoder of the recipe, with the pipeline.
+        pictures: on any device; those on the meta device are outlined.
+        embed: function from the pipeline and an image to its embeddings [1, T, D].
+        further_tokens: tokens T beside one per patch, such as a class token.
+
+    Returns:
+        [B, T, D] in fp32.
     """
-    config = text.pipeline_parts()["image_encoder"].config
-    tokens = (config.image_size // config.patch_size) ** 2 + further_tokens
-    return torch.empty(len(pictures), tokens, config.hidden_size, device="meta")
+    if pictures.is_meta:
+        config = text.pipeline_parts()["image_encoder"].config
+        tokens = (config.image_size // config.patch_size) ** 2 + further_tokens
+        return torch.empty(len(pictures), tokens, config.hidden_size, device="meta")
+    assert isinstance(text, TransformersText)
+    return torch.cat([embed(text.pipeline, to_image(each)).float() for each in pictures])
 
 
-def to_images(pictures: Tensor) -> list[Image.Image]:
-    """Convert pictures [B, 3, 1, H, W] uint8 to images as the processors of pipelines take them."""
-    return [Image.fromarray(each[:, 0].permute(1, 2, 0).cpu().numpy()) for each in pictures]
+def to_image(picture: Tensor) -> Image.Image:
+    """Convert a picture [3, F, H, W] uint8, its first frame, to an image for a processor."""
+    return Image.fromarray(picture[:, 0].permute(1, 2, 0).cpu().numpy())
 
 
 def pad_texts(texts: Sequence[Tensor], max_tokens: int, name: str = "prompt") -> Conditioning:

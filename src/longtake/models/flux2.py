@@ -99,12 +99,8 @@ class Flux2(flux.Flux):
     num_inference_steps = 50
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        if text.embed_dim is None or text.pooled_dim is not None:
-            raise RecipeError(
-                "FLUX.2 is conditioned on the prompt_embeds of one text encoder. Set text.kind = "
-                '"transformers", and remove text.pooled.'
-            )
-        return {"in_channels": channels, "joint_attention_dim": _LAYERS * text.embed_dim}
+        width = _LAYERS * self.single_embed_dim(text)
+        return {"in_channels": channels, "joint_attention_dim": width}
 
     def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
         is_klein = type(parts["text_encoder"]).__name__ == "Qwen3ForCausalLM"

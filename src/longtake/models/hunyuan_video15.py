@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
 from longtake.errors import ModelError, RecipeError
-from longtake.models import base, codec, deferred_init, diffusers_family, pretrained, releases
+from longtake.models import base, codec, diffusers_family, pretrained, releases
+from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder, TransformersText
@@ -75,7 +76,14 @@ class HunyuanInputs(base.InputContract):
         encoded = super().encode(codec, text, pixels, bucket)
         if "first" not in pixels or "image_encoder" not in text.pipeline_parts():
             return encoded
-        return encoded | {"first_embeds": _embed_by_siglip(text, pixels["first"])}
+        embeds = diffusers_family.embed_pictures(
+            text,
+            pixels["first"],
+            lambda pipeline, image: pipeline.encode_image(
+                image, 1, pipeline.image_encoder.device, torch.float32
+            ),
+        )
+        return encoded | {"first_embeds": embeds.to(pixels["first"].device)}
 
 
 class HunyuanBlocks(DiffusersBlocks):
@@ -186,18 +194,12 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
                 "do, for frames, rows and columns."
             )
 
-    def build(
-        self,
-        section: ModelSection,
-        shapes: Sequence[base.LatentShape],
-        text: TextEncoder,
-        *,
-        weights: deferred_init.Weights = True,
-    ) -> nn.Module:
-        """Build the model with attention that takes a mask of keys or none, not [B, 1, S, S]."""
+    def adapt(
+        self, model: Any, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+    ) -> None:
+        """Give the model attention that takes a mask of keys or none, not [B, 1, S, S]."""
         from diffusers.models.transformers import transformer_hunyuan_video as first_version
 
-        model: Any = super().build(section, shapes, text, weights=weights)
         takes_first = _takes_first(releases.read_release(section))
         if takes_first != ("image_encoder" in text.pipeline_parts()):
             what, has = ("a first frame", "no") if takes_first else ("text alone", "an")
@@ -210,8 +212,6 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         for block in model.transformer_blocks:
             block.attn.set_processor(first_version.HunyuanVideoAttnProcessor2_0())
         model.forward = partial(_forward, model, None)
-        built: nn.Module = model
-        return built
 
     def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
         return _FROM_FRAME if "image_encoder" in parts else self.pipeline_class
@@ -246,7 +246,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         return diffusers_family.TransformerCall(inputs, lambda velocity: velocity)
 
     def sequence_length(
-        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
+        self, model: nn.Module, shape: LatentShape, conditioning: base.Conditioning
     ) -> int:
         texts = ("prompt_embeds", "glyph_embeds", "first_embeds")
         lengths = [conditioning[name].shape[1] for name in texts if name in conditioning]
@@ -310,18 +310,6 @@ def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
 
 def _unpadded(texts: Tensor, counts: Tensor) -> list[Tensor]:
     return [each[known] for each, known in zip(texts, counts.bool(), strict=True)]
-
-
-@torch.no_grad()
-def _embed_by_siglip(text: TextEncoder, pictures: Tensor) -> Tensor:
-    """Embed pictures [B, 3, 1, H, W] uint8 by SigLIP to [B, T, D] fp32."""
-    if pictures.is_meta:
-        return diffusers_family.outline_vision(text, pictures)
-    assert isinstance(text, TransformersText)
-    encode, device = text.pipeline.encode_image, text.pipeline.image_encoder.device
-    images = diffusers_family.to_images(pictures)
-    embeds = [encode(image, 1, device, torch.float32) for image in images]
-    return torch.cat(embeds).to(pictures.device)
 
 
 def _forward(

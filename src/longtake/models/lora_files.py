@@ -115,37 +115,35 @@ def read_lora(
         RecipeError: it has no LoRA of this model, or one of a higher rank than the model's; or what
             it says of its strength is not understood.
     """
-    stored, header = _read(path)
-    stored, half = _choose_half(path, stored, expert)
-    settings = _check_settings(path, _read_settings(path, header, half))
+    file = _LoraFile(path, expert)
     layers = dict(lora_layers(model))
     names = dict(_names_of_layers(layers, family))
-    found, unknown = _sort_by_layer(stored, names)
-    if unknown and len(stored) <= _MAX_CONVERTED:
+    by_layer, unknown = _sort_by_layer(file.weights, names)
+    if unknown and len(file.weights) <= _MAX_CONVERTED:
         # diffusers' converters know more names; their result is taken only if it fits better.
-        converted = _convert_by_diffusers(stored, family)
-        if converted is not None:
-            other, still_unknown = _sort_by_layer(converted, names)
-            if len(still_unknown) < len(unknown):
-                found, unknown = other, still_unknown
+        import diffusers
+
+        pipeline: Any = getattr(diffusers, getattr(family, "pipeline_class", ""), None)
+        with suppress(Exception):  # a file of another model; what they raise depends on the file
+            converted = _sort_by_layer(pipeline.lora_state_dict(dict(file.weights)), names)
+            if len(converted[1]) < len(unknown):
+                by_layer, unknown = converted
     if unknown:
-        fitting = sum(map(len, found.values()))
+        fitting = sum(map(len, by_layer.values()))
         named = ", ".join(map(_shorten, unknown[:_MAX_NAMED]))
-        raise RecipeError(
-            f"trainable.init_from {path}: {fitting} of its {fitting + len(unknown)} weights fit "
-            f"the layers that this recipe trains with LoRA; the first that do not: {named}. Is it "
-            "of another model? If the layers are this model's, name them in trainable.targets."
+        raise file.refusal(
+            f": {fitting} of its {fitting + len(unknown)} weights fit the layers that this recipe "
+            f"trains with LoRA; the first that do not: {named}. Is it of another model? If the "
+            "layers are this model's, name them in trainable.targets."
         )
-    if not found:
-        raise RecipeError(
-            f"trainable.init_from {path}: none of its {len(stored)} weights is LoRA of this model. "
-            "LoRA of text encoders is not trained here."
+    if not by_layer:
+        raise file.refusal(
+            f": none of its {len(file.weights)} weights is LoRA of this model. LoRA of text "
+            "encoders is not trained here."
         )
-    is_for_comfyui = COMFYUI_DORA.items() <= header.items()
-    complete = {}
-    for name, parts in found.items():
-        complete[name] = _join(path, name, parts, settings, is_for_comfyui=is_for_comfyui)
-        _refuse_other_shapes(path, name, complete[name], layers[name])
+    complete = {name: file.join(name, parts) for name, parts in by_layer.items()}
+    for name, lora in complete.items():
+        file.refuse_other_shapes(name, lora, layers[name])
     return complete
 
 
@@ -171,92 +169,172 @@ def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
             layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read the tensors and the header's metadata of a safetensors file."""
-    try:
-        fsio.open_regular(path).close()  # a named pipe would make safetensors wait forever
-        with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise ModelError(
-            f"trainable.init_from {path} cannot be read: {first_line(error)}. Expected a "
-            "safetensors file with LoRA."
-        ) from error
+class _LoraFile:
+    """Weights and settings of a file; of a file for both experts, those of the trained one."""
 
+    def __init__(self, path: Path, expert: Expert | None) -> None:
+        self.path = path
+        try:
+            fsio.open_regular(path).close()  # a named pipe would make safetensors wait forever
+            with safe_open(path, "pt") as file:
+                self.weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                self.header: dict[str, str] = file.metadata() or {}
+        except (OSError, SafetensorError) as error:
+            raise ModelError(
+                f"trainable.init_from {path} cannot be read: {first_line(error)}. Expected a "
+                "safetensors file with LoRA."
+            ) from error
+        folder = "transformer"
+        if any(name.startswith("transformer_2.") for name in self.weights):
+            folder = self._select_expert(expert)
+        self.settings = self._check_settings(self._read_settings(folder))
 
-def _choose_half(
-    path: Path, stored: dict[str, Tensor], expert: Expert | None
-) -> tuple[dict[str, Tensor], str]:
-    """Select one expert's tensors, renamed to `transformer.`; also return the expert's folder."""
-    halves = {folder: f"{folder}." for folder in EXPERT_FOLDERS.values()}
-    if not any(name.startswith(halves["transformer_2"]) for name in stored):
-        return stored, "transformer"
-    if expert is None:
-        raise RecipeError(
-            f"trainable.init_from {path} has LoRA of the low-noise expert of a release with two "
-            "(transformer_2). Set model.expert, if the release has two."
-        )
-    mine = halves.pop(EXPERT_FOLDERS[expert])
-    half = {
-        f"transformer.{name.removeprefix(mine)}" if name.startswith(mine) else name: value
-        for name, value in stored.items()
-        if not name.startswith(tuple(halves.values()))
-    }
-    return half, EXPERT_FOLDERS[expert]
+    def refusal(self, text: str) -> RecipeError:
+        """Return an error that names the file."""
+        return RecipeError(f"trainable.init_from {self.path}{text}")
 
-
-def _read_settings(path: Path, header: Mapping[str, str], half: str) -> Mapping[str, Any]:
-    """Read peft's settings from the header or from adapter_config.json; empty without either."""
-    saved, beside = header.get("lora_adapter_metadata"), path.with_name("adapter_config.json")
-    try:
-        if saved is None:
-            return fsio.read_record(beside, dict[str, Any]) or {}
-        settings = fsio.parse_record(saved.encode(), dict[str, Any], path)
-    except RecordError as error:
-        where = f"in {beside}" if saved is None else "in its header (lora_adapter_metadata)"
-        raise ModelError(
-            f"trainable.init_from {path}: its settings {where} cannot be read: {first_line(error)}."
-            ' Expected JSON such as {"lora_alpha": 16}; without it the strength is not known.'
-        ) from error
-    if any("." in name for name in settings):  # those of a pipeline are by component
-        front = f"{half}."
-        settings = {
-            name.removeprefix(front): value
-            for name, value in settings.items()
-            if name.startswith(front)
+    def _select_expert(self, expert: Expert | None) -> str:
+        """Keep one expert's weights, renamed to `transformer.`; return the expert's folder."""
+        if expert is None:
+            raise self.refusal(
+                " has LoRA of the low-noise expert of a release with two (transformer_2). Set "
+                "model.expert, if the release has two."
+            )
+        mine = f"{EXPERT_FOLDERS[expert]}."
+        others = tuple(f"{each}." for each in EXPERT_FOLDERS.values() if f"{each}." != mine)
+        self.weights = {
+            f"transformer.{name.removeprefix(mine)}" if name.startswith(mine) else name: value
+            for name, value in self.weights.items()
+            if not name.startswith(others)
         }
-    return settings
+        return EXPERT_FOLDERS[expert]
+
+    def _read_settings(self, folder: str) -> Mapping[str, Any]:
+        """Read peft's settings from the header or from adapter_config.json; empty without either.
+
+        `folder` is the transformer's in a pipeline.
+        """
+        saved = self.header.get("lora_adapter_metadata")
+        beside = self.path.with_name("adapter_config.json")
+        try:
+            if saved is None:
+                return fsio.read_record(beside, dict[str, Any]) or {}
+            settings = fsio.parse_record(saved.encode(), dict[str, Any], self.path)
+        except RecordError as error:
+            where = f"in {beside}" if saved is None else "in its header (lora_adapter_metadata)"
+            raise ModelError(
+                f"trainable.init_from {self.path}: its settings {where} cannot be read: "
+                f'{first_line(error)}. Expected JSON such as {{"lora_alpha": 16}}; without it the '
+                "strength is not known."
+            ) from error
+        if not any("." in name for name in settings):
+            return settings
+        # Settings of a pipeline have the component's name in front.
+        parts = ((name.partition("."), value) for name, value in settings.items())
+        return {name: value for (component, _, name), value in parts if component == folder}
+
+    def _check_settings(self, settings: Mapping[str, Any]) -> _Settings:
+        known = {field.name for field in fields(_Settings)}
+        understood = {name: value for name, value in settings.items() if name in known}
+        others = settings.keys() - known - _WITHOUT_EFFECT
+        refused = [n for n in settings if n in others and not _is_expected(n, settings[n])]
+        for name in ("use_rslora", "use_dora"):
+            if not isinstance(understood.get(name, False), bool):
+                refused.append(name)
+        for name in ("alpha_pattern", "rank_pattern"):
+            pattern = understood.get(name) or {}
+            if not isinstance(pattern, dict) or not all(map(_LAYER_NAME.fullmatch, pattern)):
+                refused.append(name)
+        if refused:
+            named = ", ".join(f"{_shorten(name)} = {_shorten(settings[name])}" for name in refused)
+            raise self.refusal(
+                f": of its settings {named} is not understood, and could change its strength. "
+                "Expected LoRA or DoRA of peft with lora_alpha, alpha_pattern and rank_pattern by "
+                "layers' names, and use_rslora."
+            )
+        if settings and understood.get("lora_alpha") is None:
+            raise self.refusal(
+                ": its settings lack lora_alpha, and so its strength is not known. Add it where "
+                "the file was trained, or remove adapter_config.json if it is of another file."
+            )
+        return _Settings(**understood)
+
+    def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredLora:
+        """Combine the weights of one layer with the strength that it was trained at."""
+        settings = self.settings
+        needed = ("down", "up", "magnitude") if settings.use_dora else ("down", "up")
+        missing = [kind for kind in needed if kind not in parts]
+        if missing:
+            raise self.refusal(f": of {name} it lacks lora {missing[0]}.")
+        down, up = parts["down"], parts["up"]
+        is_lora = down.ndim == up.ndim == 2 and len(down) == up.shape[1] > 0
+        if not is_lora or ("alpha" in parts and parts["alpha"].numel() != 1):
+            shapes = ", ".join(f"{kind} {list(value.shape)}" for kind, value in parts.items())
+            raise self.refusal(
+                f": of {name} it has {shapes}. Expected down [rank, in], up [out, rank] and one "
+                "number as alpha."
+            )
+        rank = len(down)
+        # A stored alpha means alpha / rank. Peft's settings mean the same, or alpha / sqrt(rank)
+        # with `use_rslora`; without either the scale is 1.
+        if "alpha" in parts:
+            alpha: Any = parts["alpha"].item()
+            divisor = float(rank)
+        else:
+            alpha = _of_layer(settings.alpha_pattern, name, settings.lora_alpha)
+            alpha = rank if alpha is None else alpha
+            divisor = math.sqrt(rank) if settings.use_rslora else float(rank)
+            stated = _of_layer(settings.rank_pattern, name, settings.r)
+            if stated not in (None, rank):
+                raise self.refusal(
+                    f": its settings have rank {_shorten(stated)} for {name}, and its weights have "
+                    f"rank {rank}. Are they of another file?"
+                )
+        is_number = isinstance(alpha, int | float) and not isinstance(alpha, bool)
+        if not is_number or not 0 < alpha <= _MAX_ALPHA:
+            raise self.refusal(
+                f": of {name} alpha is {_shorten(alpha)}. Expected a number above 0, at most "
+                f"{_MAX_ALPHA:g}."
+            )
+        for kind, value in parts.items():
+            is_finite = value.is_floating_point() and bool(value.float().isfinite().all())
+            if kind != "alpha" and not is_finite:
+                raise self.refusal(
+                    f": of {name} the weights {kind} ({value.dtype}) are not all finite "
+                    "floating-point numbers. The file is damaged, or its training diverged; take "
+                    "another one."
+                )
+        is_for_comfyui = COMFYUI_DORA.items() <= self.header.items()
+        return StoredLora(down, up, alpha / divisor, parts.get("magnitude"), is_for_comfyui)
+
+    def refuse_other_shapes(self, name: str, lora: StoredLora, layer: Any) -> None:
+        """Refuse LoRA that is not of the layer's sizes and kind, or of a higher rank."""
+        rank, columns = layer.lora_A[ADAPTER].weight.shape
+        rows = len(layer.lora_B[ADAPTER].weight)
+        if (len(lora.up), lora.down.shape[1]) != (rows, columns):
+            raise self.refusal(
+                f" is of another model: its LoRA of {name} maps {lora.down.shape[1]} to "
+                f"{len(lora.up)} numbers, and the layer {columns} to {rows}."
+            )
+        if lora.rank > rank:
+            raise self.refusal(
+                f" has rank {lora.rank}, and trainable.rank is {rank}. Set trainable.rank = "
+                f"{lora.rank} or more."
+            )
+        if lora.magnitude is None:
+            return
+        if not getattr(layer, "lora_magnitude_vector", None):
+            raise self.refusal(' holds DoRA. Set trainable.kind = "dora".')
+        if lora.magnitude.shape not in ((rows,), (rows, 1)):  # [1, in]: of columns
+            raise self.refusal(
+                f": DoRA of {name} has magnitudes of shape {list(lora.magnitude.shape)}, and the "
+                f"layer has {rows} rows, which get one each."
+            )
 
 
-def _check_settings(path: Path, settings: Mapping[str, Any]) -> _Settings:
-    known = {field.name for field in fields(_Settings)}
-    understood = {name: value for name, value in settings.items() if name in known}
-    refused = [
-        name
-        for name, value in settings.items()
-        if value and name not in known | _WITHOUT_EFFECT and value not in _EXPECTED.get(name, ())
-    ]
-    for name in ("use_rslora", "use_dora"):
-        if not isinstance(understood.get(name, False), bool):
-            refused.append(name)
-    for name in ("alpha_pattern", "rank_pattern"):
-        pattern = understood.get(name) or {}
-        if not isinstance(pattern, dict) or not all(map(_LAYER_NAME.fullmatch, pattern)):
-            refused.append(name)
-    if refused:
-        named = ", ".join(f"{_shorten(name)} = {_shorten(settings[name])}" for name in refused)
-        raise RecipeError(
-            f"trainable.init_from {path}: of its settings {named} is not understood, and could "
-            "change its strength. Expected LoRA or DoRA of peft with lora_alpha, alpha_pattern and "
-            "rank_pattern by layers' names, and use_rslora."
-        )
-    if settings and understood.get("lora_alpha") is None:
-        raise RecipeError(
-            f"trainable.init_from {path}: its settings lack lora_alpha, and so its strength is not "
-            "known. Add it where the file was trained, or remove adapter_config.json if it is of "
-            "another file."
-        )
-    return _Settings(**understood)
+def _is_expected(name: str, value: object) -> bool:
+    """Return True for an unset setting of peft, or one that says what is assumed here."""
+    return not value or value in _EXPECTED.get(name, ())
 
 
 def _of_layer(pattern: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
@@ -301,93 +379,3 @@ def _sort_by_layer(
         elif not key.startswith(_OF_TEXT_ENCODERS):  # these are not trained here
             unknown.append(key)
     return found, unknown
-
-
-def _convert_by_diffusers(stored: Mapping[str, Tensor], family: Family) -> dict[str, Tensor] | None:
-    """Convert weights to diffusers' names by its own converters; None if they fail."""
-    import diffusers
-
-    pipeline: Any = getattr(diffusers, getattr(family, "pipeline_class", ""), None)
-    try:
-        converted: dict[str, Tensor] = pipeline.lora_state_dict(dict(stored))
-    except Exception:  # a file of another model; what they raise depends on the file
-        return None
-    return converted
-
-
-def _join(
-    path: Path,
-    name: str,
-    parts: Mapping[str, Tensor],
-    settings: _Settings,
-    *,
-    is_for_comfyui: bool,
-) -> StoredLora:
-    """Combine the weights of one layer with the strength that it was trained at."""
-    missing = [kind for kind in ("down", "up") if kind not in parts]
-    if settings.use_dora and "magnitude" not in parts:
-        missing.append("magnitude")
-    if missing:
-        raise RecipeError(f"trainable.init_from {path}: of {name} it lacks lora {missing[0]}.")
-    down, up, magnitude = parts["down"], parts["up"], parts.get("magnitude")
-    is_lora = down.ndim == up.ndim == 2 and len(down) == up.shape[1] > 0
-    if not is_lora or any(parts[kind].numel() != 1 for kind in ("alpha",) if kind in parts):
-        shapes = ", ".join(f"{kind} {list(value.shape)}" for kind, value in parts.items())
-        raise RecipeError(
-            f"trainable.init_from {path}: of {name} it has {shapes}. Expected down [rank, in], up "
-            "[out, rank] and one number as alpha."
-        )
-    rank = len(down)
-    # A stored alpha means alpha / rank. Peft's settings mean the same, or alpha / sqrt(rank) with
-    # `use_rslora`; without either the scale is 1.
-    if "alpha" in parts:
-        alpha: Any = parts["alpha"].item()
-        divisor = float(rank)
-    else:
-        alpha = _of_layer(settings.alpha_pattern, name, settings.lora_alpha)
-        alpha = rank if alpha is None else alpha
-        divisor = math.sqrt(rank) if settings.use_rslora else float(rank)
-        stated = _of_layer(settings.rank_pattern, name, settings.r)
-        if stated not in (None, rank):
-            raise RecipeError(
-                f"trainable.init_from {path}: its settings have rank {_shorten(stated)} for "
-                f"{name}, and its weights have rank {rank}. Are they of another file?"
-            )
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= _MAX_ALPHA:
-        raise RecipeError(
-            f"trainable.init_from {path}: of {name} alpha is {_shorten(alpha)}. Expected a number "
-            f"above 0, at most {_MAX_ALPHA:g}."
-        )
-    for kind, value in parts.items():
-        if kind != "alpha" and not (value.is_floating_point() and value.float().isfinite().all()):
-            raise RecipeError(
-                f"trainable.init_from {path}: of {name} the weights {kind} ({value.dtype}) are not "
-                "all finite floating-point numbers. The file is damaged, or its training diverged; "
-                "take another one."
-            )
-    return StoredLora(down, up, alpha / divisor, magnitude, is_for_comfyui)
-
-
-def _refuse_other_shapes(path: Path, name: str, lora: StoredLora, layer: Any) -> None:
-    sizes = layer.lora_B[ADAPTER].weight.shape[0], layer.lora_A[ADAPTER].weight.shape[1]
-    found = lora.up.shape[0], lora.down.shape[1]
-    rank = layer.lora_A[ADAPTER].weight.shape[0]
-    if found != sizes:
-        raise RecipeError(
-            f"trainable.init_from {path} is of another model: its LoRA of {name} maps "
-            f"{found[1]} to {found[0]} numbers, and the layer {sizes[1]} to {sizes[0]}."
-        )
-    if lora.rank > rank:
-        raise RecipeError(
-            f"trainable.init_from {path} has rank {lora.rank}, and trainable.rank is {rank}. Set "
-            f"trainable.rank = {lora.rank} or more."
-        )
-    if lora.magnitude is None:
-        return
-    if not getattr(layer, "lora_magnitude_vector", None):
-        raise RecipeError(f'trainable.init_from {path} holds DoRA. Set trainable.kind = "dora".')
-    if lora.magnitude.shape not in ((sizes[0],), (sizes[0], 1)):  # [1, in]: of columns
-        raise RecipeError(
-            f"trainable.init_from {path}: DoRA of {name} has magnitudes of shape "
-            f"{list(lora.magnitude.shape)}, and the layer has {sizes[0]} rows, which get one each."
-        )

@@ -84,27 +84,32 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
         ModelError: the part cannot be found or loaded, or leaves tensors without values.
     """
     folder = locate(where, subfolder) / subfolder
-    _refuse_unloadable(loaded_class, folder, where, subfolder)
+    is_model = hasattr(loaded_class, "load_state_dict")  # else a tokenizer or processor
+    if is_model:
+        _refuse_unloadable(loaded_class, folder, where, subfolder)
+        options["output_loading_info"] = True
     try:
         with quiet(loaded_class):
-            loaded, missing = _load(loaded_class, folder, options)
+            loaded = loaded_class.from_pretrained(str(folder), local_files_only=True, **options)
     except Exception as error:  # each format and library raises its own kinds
         raise ModelError(
             f"{loaded_class.__name__} cannot be loaded from {folder}: {_first_line(error)} "
             "Expected what save_pretrained writes. Check the folder."
         ) from error
-    if missing:
+    if not is_model:
+        return loaded
+    model, report = loaded
+    # The libraries only warn of such tensors, and return the model all the same.
+    if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
         raise ModelError(
             f"The weights in {folder} leave {len(missing)} tensors of {loaded_class.__name__} "
             f"without values, such as {missing[0]}. They belong to another class or another "
             "library version."
         )
-    return loaded
+    return model
 
 
 def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: str) -> None:
-    if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
-        return
     config = folder / "config.json"
     with suppress(OSError, ValueError):
         values = json.loads(config.read_text(encoding="utf-8"))
@@ -265,51 +270,38 @@ def _download(repository: str, patterns: list[str]) -> Path:
                 snapshot_download(repository, allow_patterns=patterns, local_files_only=True)
             )
     unreachable = ""
-    try:  # asked first, and once: a download retries for minutes before it gives up
-        HfApi().model_info(repository, timeout=_REACH_SECONDS)
+    try:
+        try:  # asked first, and once: a download retries for minutes before it gives up
+            HfApi().model_info(repository, timeout=_REACH_SECONDS)
+        except errors.RepositoryNotFoundError:
+            raise
+        # The hub's HTTP client, and with it the exceptions, changes by version.
+        except Exception as error:
+            unreachable = _first_line(error)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # advice to the hub's callers, not to ours
+            return Path(
+                snapshot_download(
+                    repository, allow_patterns=patterns, local_files_only=bool(unreachable)
+                )
+            )
     except errors.GatedRepoError as error:
-        raise _gated(repository) from error
+        raise ModelError(
+            f"{repository} is a gated repository, and the hub does not let you download from it. "
+            f"Accept the licence at https://huggingface.co/{repository}, then run `hf auth login`."
+        ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
             f"There is no folder {repository}, and the hub has no such repository for you: "
             f"{_first_line(error)} Check the name, and `hf auth login` if it is a private one."
         ) from error
-    except Exception as error:  # the hub's HTTP client, hence its exceptions, changes by version
-        unreachable = _first_line(error)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # advice to the hub's callers, not to ours
-            snapshot = snapshot_download(
-                repository, allow_patterns=patterns, local_files_only=bool(unreachable)
-            )
     except errors.LocalEntryNotFoundError as error:
         raise ModelError(
             f"There is no folder {repository}, nothing of that name was downloaded before, and the "
             f"hub cannot be reached: {unreachable} Name a diffusers folder on disk, or connect."
         ) from error
-    except errors.GatedRepoError as error:
-        raise _gated(repository) from error
     except OSError as error:
         raise ModelError(f"{repository} cannot be downloaded: {_first_line(error)}") from error
-    return Path(snapshot)
-
-
-def _gated(repository: str) -> ModelError:
-    return ModelError(
-        f"{repository} is a gated repository, and the hub does not let you download from it. "
-        f"Accept the licence at https://huggingface.co/{repository}, then run `hf auth login`."
-    )
-
-
-def _load(loaded_class: Any, folder: Path, options: dict[str, Any]) -> tuple[Any, list[str]]:
-    """Load a model or tokenizer, and list the names of tensors that the folder gives no values."""
-    if not hasattr(loaded_class, "load_state_dict"):  # a tokenizer
-        return loaded_class.from_pretrained(str(folder), local_files_only=True, **options), []
-    model, report = loaded_class.from_pretrained(
-        str(folder), local_files_only=True, output_loading_info=True, **options
-    )
-    # The libraries only warn of such tensors, and return the model all the same.
-    return model, sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
 
 
 def _first_line(error: Exception) -> str:

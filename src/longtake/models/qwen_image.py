@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, codec, deferred_init, diffusers_family, flux, pretrained
+from longtake.models import base, codec, diffusers_family, flux, pretrained
+from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.text import TextEncoder
 from longtake.models.text_contract import TextContract
@@ -108,16 +109,9 @@ class QwenImage(diffusers_family.DiffusersFamily):
     num_inference_steps = 50
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        if text.embed_dim is None or text.pooled_dim is not None:
-            raise RecipeError(
-                f"{self.label} is conditioned on the prompt_embeds of one text encoder, a "
-                'Qwen2.5-VL. Set text.kind = "transformers", and leave out text.pooled.'
-            )
-        return {
-            "in_channels": channels * _PATCH,
-            "out_channels": channels,
-            "joint_attention_dim": text.embed_dim,
-        }
+        width = self.single_embed_dim(text)
+        sizes = {"in_channels": channels * _PATCH, "out_channels": channels}
+        return sizes | {"joint_attention_dim": width}
 
     def check_config(self, config: Any) -> None:
         for name, means in self.other_models.items():
@@ -127,18 +121,10 @@ class QwenImage(diffusers_family.DiffusersFamily):
                     f"{self.label} without it."
                 )
 
-    def build(
-        self,
-        section: ModelSection,
-        shapes: Sequence[base.LatentShape],
-        text: TextEncoder,
-        *,
-        weights: deferred_init.Weights = True,
-    ) -> nn.Module:
-        model: Any = super().build(section, shapes, text, weights=weights)
+    def adapt(
+        self, model: Any, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+    ) -> None:
         model.pos_embed = Positions(model.pos_embed)
-        built: nn.Module = model
-        return built
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
@@ -171,7 +157,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         return flux.unpack(scaled, *conditional.shape[-2:])
 
     def sequence_length(
-        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
+        self, model: nn.Module, shape: LatentShape, conditioning: base.Conditioning
     ) -> int:
         pixels = sum(math.prod(each.shape[-2:]) for each in self.inputs.pictures(conditioning))
         text = conditioning["prompt_embeds"].shape[1]

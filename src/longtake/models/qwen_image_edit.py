@@ -89,11 +89,11 @@ class EditInputs(base.InputContract):
         encoded: base.Conditioning = {}
         for name, images in pixels.items():
             if name in (*self.references, *self.optional):
-                images = self._resize_all(images, bucket)
+                images = self._resized(images, bucket)
             encoded[f"{name}_latents"] = encode_videos(codec, images)
         return encoded
 
-    def _resize_all(self, pictures: Tensor, bucket: Bucket) -> Tensor:
+    def _resized(self, pictures: Tensor, bucket: Bucket) -> Tensor:
         """Resize pictures [B, 3, 1, H, W] uint8 of a bucket's size to the size that is encoded."""
         if pictures.is_meta:
             return pictures.new_empty(len(pictures), 3, 1, *self.size(bucket))
@@ -105,7 +105,7 @@ def _resize(picture: Tensor, area: int) -> Image.Image:
     """Resize a picture [3, 1, H, W] uint8 to about `area` pixels, as the pipeline does."""
     from diffusers.image_processor import VaeImageProcessor
 
-    image = Image.fromarray(picture[:, 0].permute(1, 2, 0).cpu().numpy())
+    image = diffusers_family.to_image(picture)
     size = _resized_size((image.height, image.width), area)
     resized: Image.Image = VaeImageProcessor().resize(image, *size)
     return resized

@@ -8,6 +8,7 @@ torch.
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from longtake.config import ModelSection
@@ -36,7 +37,7 @@ def _has_two(facts: Facts) -> bool:
     return _names(facts, "transformer_2") or bool(facts.get("boundary_ratio"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Kind:
     """A kind of release that a family trains."""
 
@@ -58,181 +59,135 @@ def _of(*pipelines: str) -> Callable[[Facts], bool]:
     return lambda facts: facts.get("pipeline") in pipelines
 
 
-_WAN, _FLUX, _QWEN = (
-    "WanTransformer3DModel",
-    "FluxTransformer2DModel",
-    "QwenImageTransformer2DModel",
-)
-_FLUX2 = "Flux2Transformer2DModel"
+def _makes_from_frame(facts: Facts) -> bool:
+    """Return True for an image-to-video HunyuanVideo 1.5: both tasks have one transformer class."""
+    named = facts["pipeline"]
+    return bool(named == _HUNYUAN_I2V if named else facts.get("task_type") == "i2v")
+
+
+def _is_for_720p(facts: Facts) -> bool:
+    return bool(facts.get("target_size") == 960)
+
+
+_FLUX, _QWEN = "FluxTransformer2DModel", "QwenImageTransformer2DModel"
 _HUNYUAN, _LTX = "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel"
-_AT_480 = (81, 480, 832)
+_HUNYUAN_I2V = "HunyuanVideo15ImageToVideoPipeline"
+_HUNYUAN_HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
+_HUNYUAN_TITLES = (
+    "HunyuanVideo 1.5, from a first frame and text to video",
+    "HunyuanVideo 1.5, from text to video",
+)
 
-
-def _hunyuan_kinds(target: int | None, size: tuple[int, int, int]) -> tuple[Kind, Kind]:
-    """Make the kinds from a first frame and from text, for one target_size or for any (None)."""
-
-    def fits(facts: Facts) -> bool:
-        return target in (None, facts.get("target_size"))
-
-    def takes_first(facts: Facts) -> bool:
-        of_frame = facts["pipeline"] == "HunyuanVideo15ImageToVideoPipeline"
-        return fits(facts) and (
-            of_frame or (not facts["pipeline"] and facts.get("task_type") == "i2v")
-        )
-
-    title, family = "HunyuanVideo 1.5, from ", "hunyuan_video15"
-    release = f"hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-{size[1]}p"
-    return (
-        Kind(
-            f"{title}a first frame and text to video",
-            family,
-            _HUNYUAN,
-            takes_first,
-            "first frame",
-            size,
-            24.0,
-            (f"{release}_i2v",),
-        ),
-        Kind(
-            f"{title}text to video",
-            family,
-            _HUNYUAN,
-            fits,
-            "text",
-            size,
-            24.0,
-            (f"{release}_t2v",),
-        ),
-    )
-
+# What the kinds of one transformer have in common.
+_wan = partial(Kind, family="wan", transformer="WanTransformer3DModel", size=(81, 480, 832))
+_flux = partial(Kind, transformer=_FLUX)
+_flux2 = partial(Kind, family="flux2", transformer="Flux2Transformer2DModel")
+_qwen = partial(Kind, transformer=_QWEN)
+_hunyuan = partial(Kind, family="hunyuan_video15", transformer=_HUNYUAN, fps=24.0)
+_hunyuan_720 = partial(_hunyuan, size=(121, 720, 1280))
+_hunyuan_480 = partial(_hunyuan, size=(121, 480, 848))
+_ltx = partial(Kind, family="ltx2", transformer=_LTX, size=(121, 512, 768), fps=24.0)
 
 KINDS = (  # in order: the first that fits is taken
-    Kind(
-        "Wan 2.2 A14B, from a first frame and text to video",
-        "wan",
-        _WAN,
-        lambda facts: _has_two(facts) and _takes_more(facts),
-        "first frame",
-        _AT_480,
-        16.0,
+    _wan(
+        title="Wan 2.2 A14B, from a first frame and text to video",
+        fits=lambda facts: _has_two(facts) and _takes_more(facts),
+        task="first frame",
+        fps=16.0,
         releases=("Wan-AI/Wan2.2-I2V-A14B-Diffusers",),
     ),
-    Kind(
-        "Wan 2.2 A14B, from text to video",
-        "wan",
-        _WAN,
-        _has_two,
-        "text",
-        _AT_480,
-        16.0,
+    _wan(
+        title="Wan 2.2 A14B, from text to video",
+        fits=_has_two,
+        fps=16.0,
         releases=("Wan-AI/Wan2.2-T2V-A14B-Diffusers",),
     ),
-    Kind(
-        "Wan 2.2 TI2V-5B, from text or a first frame to video",
-        "wan",
-        _WAN,
-        lambda facts: bool(facts.get("expand_timesteps")) or facts.get("in_channels") == 48,
-        "text",
-        _AT_480,
+    _wan(
+        title="Wan 2.2 TI2V-5B, from text or a first frame to video",
+        fits=lambda facts: bool(facts.get("expand_timesteps")) or facts.get("in_channels") == 48,
         releases=("Wan-AI/Wan2.2-TI2V-5B-Diffusers",),
     ),
-    Kind(
-        "Wan 2.1, from a first and a last frame and text to video",
-        "wan",
-        _WAN,
-        lambda facts: _takes_more(facts) and facts.get("pos_embed_seq_len") is not None,
-        "first frame",
-        _AT_480,
-        16.0,
+    _wan(
+        title="Wan 2.1, from a first and a last frame and text to video",
+        fits=lambda facts: _takes_more(facts) and facts.get("pos_embed_seq_len") is not None,
+        task="first frame",
+        fps=16.0,
         releases=("Wan-AI/Wan2.1-FLF2V-14B-720P-diffusers",),
     ),
-    Kind(
-        "Wan 2.1, from a first frame and text to video",
-        "wan",
-        _WAN,
-        _takes_more,
-        "first frame",
-        _AT_480,
-        16.0,
+    _wan(
+        title="Wan 2.1, from a first frame and text to video",
+        fits=_takes_more,
+        task="first frame",
+        fps=16.0,
         releases=("Wan-AI/Wan2.1-I2V-14B-480P-Diffusers", "Wan-AI/Wan2.1-I2V-14B-720P-Diffusers"),
     ),
-    Kind(
-        "Wan 2.1, from text to video",
-        "wan",
-        _WAN,
-        _always,
-        "text",
-        _AT_480,
-        16.0,
+    _wan(
+        title="Wan 2.1, from text to video",
+        fps=16.0,
         releases=("Wan-AI/Wan2.1-T2V-14B-Diffusers", "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
     ),
-    Kind(
-        "FLUX.1 Kontext",
-        "flux_kontext",
-        _FLUX,
-        _of("FluxKontextPipeline"),
-        "edit",
+    _flux(
+        title="FLUX.1 Kontext",
+        family="flux_kontext",
+        fits=_of("FluxKontextPipeline"),
+        task="edit",
         releases=("black-forest-labs/FLUX.1-Kontext-dev",),
     ),
-    Kind("FLUX.1", "flux", _FLUX, releases=("black-forest-labs/FLUX.1-dev",)),
-    Kind(
-        "FLUX.2 klein",
-        "flux2",
-        _FLUX2,
-        _of("Flux2KleinPipeline"),
-        releases=(
-            "black-forest-labs/FLUX.2-klein-base-4B",
-            "black-forest-labs/FLUX.2-klein-base-9B",
-        ),
+    _flux(title="FLUX.1", family="flux", releases=("black-forest-labs/FLUX.1-dev",)),
+    _flux2(
+        title="FLUX.2 klein",
+        fits=_of("Flux2KleinPipeline"),
+        releases=tuple(f"black-forest-labs/FLUX.2-klein-base-{size}" for size in ("4B", "9B")),
     ),
-    Kind("FLUX.2", "flux2", _FLUX2, releases=("black-forest-labs/FLUX.2-dev",)),
-    Kind(
-        "Qwen-Image-Edit",
-        "qwen_image_edit",
-        _QWEN,
-        _of("QwenImageEditPipeline"),
-        "edit",
+    _flux2(title="FLUX.2", releases=("black-forest-labs/FLUX.2-dev",)),
+    _qwen(
+        title="Qwen-Image-Edit",
+        family="qwen_image_edit",
+        fits=_of("QwenImageEditPipeline"),
+        task="edit",
         releases=("Qwen/Qwen-Image-Edit",),
     ),
-    Kind(
-        "Qwen-Image-Edit with several references",
-        "qwen_image_edit_plus",
-        _QWEN,
-        _of("QwenImageEditPlusPipeline"),
-        "edit",
+    _qwen(
+        title="Qwen-Image-Edit with several references",
+        family="qwen_image_edit_plus",
+        fits=_of("QwenImageEditPlusPipeline"),
+        task="edit",
         releases=("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509"),
     ),
-    Kind("Qwen-Image", "qwen_image", _QWEN, releases=("Qwen/Qwen-Image",)),
-    *_hunyuan_kinds(960, (121, 720, 1280)),
-    *_hunyuan_kinds(None, (121, 480, 848)),
-    Kind(
-        "LTX-2, from a first frame and text to video",
-        "ltx2",
-        _LTX,
-        _of("LTX2ImageToVideoPipeline"),
-        "first frame",
-        (121, 512, 768),
-        24.0,
+    _qwen(title="Qwen-Image", family="qwen_image", releases=("Qwen/Qwen-Image",)),
+    _hunyuan_720(
+        title=_HUNYUAN_TITLES[0],
+        fits=lambda facts: _is_for_720p(facts) and _makes_from_frame(facts),
+        task="first frame",
+        releases=(f"{_HUNYUAN_HUB}720p_i2v",),
     ),
-    Kind(
-        "LTX-2.3, from text to video",
-        "ltx2",
-        _LTX,
-        lambda facts: facts.get("use_prompt_embeddings") is False,
-        "text",
-        (121, 512, 768),
-        24.0,
+    _hunyuan_720(
+        title=_HUNYUAN_TITLES[1], fits=_is_for_720p, releases=(f"{_HUNYUAN_HUB}720p_t2v",)
+    ),
+    _hunyuan_480(
+        title=_HUNYUAN_TITLES[0],
+        fits=_makes_from_frame,
+        task="first frame",
+        releases=(f"{_HUNYUAN_HUB}480p_i2v",),
+    ),
+    _hunyuan_480(title=_HUNYUAN_TITLES[1], releases=(f"{_HUNYUAN_HUB}480p_t2v",)),
+    _ltx(
+        title="LTX-2, from a first frame and text to video",
+        fits=_of("LTX2ImageToVideoPipeline"),
+        task="first frame",
+    ),
+    _ltx(
+        title="LTX-2.3, from text to video",
+        fits=lambda facts: facts.get("use_prompt_embeddings") is False,
         releases=("diffusers/LTX-2.3-Diffusers",),
     ),
+    _ltx(title="LTX-2, from text to video", releases=("Lightricks/LTX-2",)),
     Kind(
-        "LTX-2, from text to video",
-        "ltx2",
-        _LTX,
-        size=(121, 512, 768),
-        fps=24.0,
-        releases=("Lightricks/LTX-2",),
+        title="Z-Image",
+        family="z_image",
+        transformer="ZImageTransformer2DModel",
+        releases=("Tongyi-MAI/Z-Image",),
     ),
-    Kind("Z-Image", "z_image", "ZImageTransformer2DModel", releases=("Tongyi-MAI/Z-Image",)),
 )
 
 

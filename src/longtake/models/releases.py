@@ -88,8 +88,7 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
 
 def has_part(where: str, part: PipelinePart) -> bool:
     """Return True if a pipeline's model_index.json names a class for a part."""
-    index = _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
-    return bool((index.get(part.folder) or [None])[0])
+    return bool((pipeline_index(where).get(part.folder) or [None])[0])
 
 
 def _is_class(value: Any) -> bool:

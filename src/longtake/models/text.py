@@ -45,12 +45,10 @@ class TextEncoder(Protocol):
     @property
     def embed_dim(self) -> int | None:
         """Return the width of `prompt_embeds`; None if the model embeds token ids itself."""
-        ...
 
     @property
     def pooled_dim(self) -> int | None:
         """Return the width of `pooled_prompt_embeds`; None without a second encoder."""
-        ...
 
     def encode(
         self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
@@ -62,35 +60,27 @@ class TextEncoder(Protocol):
             pictures: [B, 3, 1, H, W] uint8 by their names in `data.conditioning`, for a family that
                 encodes them together with the captions.
         """
-        ...
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
         """Outline `encode` on the meta device, for one caption with pictures (height, width)."""
-        ...
 
     def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
         """Run the encoders for a caption of the greatest length, on fake tensors."""
-        ...
 
     def unknown_words(self, caption: str) -> list[str]:
         """List the words of a caption that have no token; empty if tokens are pieces of words."""
-        ...
 
     def modules(self) -> list[nn.Module]:
         """Return the frozen modules, whose weights take memory; empty if the model embeds ids."""
-        ...
 
     def pipeline_parts(self) -> dict[str, Any]:
         """Return encoders, tokenizers and processors by their folders in a diffusers pipeline."""
-        ...
 
     def to(self, device: torch.device) -> None:
         """Move to a device."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Write the parts that `build_text` cannot rebuild from the recipe alone."""
-        ...
 
 
 class WordIds:
@@ -155,7 +145,6 @@ class TextFamily(Protocol):
 
     def pipeline_of(self, parts: Mapping[str, Any]) -> str:
         """Return the name of the diffusers pipeline class for given encoders and tokenizers."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -258,16 +247,16 @@ class TransformersText:
         encode, pipeline = self._family.text.encode, self.pipeline
         with pretrained.quiet(pipeline), pretrained.quiet(self.encoder):
             if not self._family.text.by_length:
-                found = encode(pipeline, list(captions), self.max_tokens, pictures or {})
-                return {name: _exact(each) for name, each in found.items()}
-            encoded = dict[str, Tensor]()
+                encoded = encode(pipeline, list(captions), self.max_tokens, pictures or {})
+                return {n: t.float() if t.is_floating_point() else t for n, t in encoded.items()}
+            encoded = {}
             for length, rows in self._by_length(captions).items():
-                found = encode(pipeline, [captions[row] for row in rows], length, {})
-                for name, each in found.items():  # [n, length, D]
-                    size = len(captions), self.max_tokens, each.shape[2]
-                    whole = encoded.setdefault(name, torch.zeros(size, device=each.device))
-                    for row, one in zip(rows, each, strict=True):  # a list would be copied
-                        whole[row, :length] = one
+                together = encode(pipeline, [captions[row] for row in rows], length, {})
+                for name, embeds in together.items():  # [n, length, D]
+                    size = len(captions), self.max_tokens, embeds.shape[2]
+                    whole = encoded.setdefault(name, torch.zeros(size, device=embeds.device))
+                    for row, own in zip(rows, embeds, strict=True):  # a list would be copied
+                        whole[row, :length] = own
         return encoded
 
     def _by_length(self, captions: Sequence[str]) -> dict[int, list[int]]:
@@ -317,10 +306,6 @@ class TransformersText:
         return self._modules() | named | self._processors
 
 
-def _exact(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
-
-
 def _moved(ids: Tensor, device: torch.device) -> Tensor:
     """Move ids to a device; a GPU is not waited for."""
     if device.type != "cuda":
@@ -347,11 +332,21 @@ def build_text(
     """
     if section.kind == "words":
         _refuse_encoders(section)
-        return WordIds(_vocabulary(captions, made), section.num_tokens())
+        saved = None if made is None else made / "tokenizer" / "tokenizer.json"
+        if saved is None or not saved.exists():
+            return WordIds(_word_tokenizer(captions, _SPECIAL), section.num_tokens())
+        try:
+            tokenizer = Tokenizer.from_str(fsio.read_regular(saved).decode())
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise errors.ModelError(
+                f"{saved} cannot be read: {reason_of(error)}. Restore it from another checkpoint "
+                "of the run."
+            ) from error
+        return WordIds(tokenizer, section.num_tokens())
     if section.pooled is not None:
         captions = list(captions)  # read twice
     specs = _specs(section, family.frozen)
-    encoders = [_build_encoder(each, captions, made) for each in specs]
+    encoders = [_build_encoder(spec, captions, made) for spec in specs]
     return TransformersText(family, encoders, _processors(section, family))
 
 
@@ -367,8 +362,17 @@ def outline_text(
         if captions:
             return WordIds(_word_tokenizer(captions, _SPECIAL), section.num_tokens())
         return WordIds(None, section.num_tokens(), vocabulary_size=MAX_WORDS + len(_SPECIAL))
-    specs = _specs(section, family.frozen)
-    encoders = [_outline_encoder(each) for each in specs]
+    encoders = []
+    for spec in _specs(section, family.frozen):
+        where = spec.section.pretrained
+        if where is not None:
+            part = releases.find_part(where, spec.part)
+            module = deferred_init.on_meta(_encoder_class(part), where, part.folder)
+        else:
+            with torch.device("meta"):
+                module = _random(spec, MAX_WORDS + len(spec.special))
+        numerics.keep_weights_in(module, spec.dtype)
+        encoders.append(_Encoder(module, None, spec))
     return TransformersText(family, encoders, _processors(section, family))
 
 
@@ -424,18 +428,6 @@ def _load_encoder(
     return module, pretrained.load_pretrained(tokenizer_class, where, part.tokenizer)
 
 
-def _outline_encoder(spec: _EncoderSpec) -> _Encoder:
-    where = spec.section.pretrained
-    if where is not None:
-        part = releases.find_part(where, spec.part)
-        module = deferred_init.on_meta(_encoder_class(part), where, part.folder)
-    else:
-        with torch.device("meta"):
-            module = _random(spec, MAX_WORDS + len(spec.special))
-    numerics.keep_weights_in(module, spec.dtype)
-    return _Encoder(module, None, spec)
-
-
 def _processors(section: TextSection, family: TextFamily) -> dict[str, Any]:
     """Load the processor of pictures, by its folder; empty if the family has none."""
     part, where = family.frozen.processor, section.pretrained
@@ -474,37 +466,22 @@ def _transformers_tokenizer(words: Tokenizer, spec: _EncoderSpec) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     framing = [token for token in spec.special if token in (_START, _END)]
-    begin = f"{_START} " if _START in framing else ""
     words.post_processor = processors.TemplateProcessing(
-        single=f"{begin}$A {_END}",
+        single=" ".join([*framing[:-1], "$A", _END]),
         special_tokens=[(token, words.token_to_id(token)) for token in framing],
     )
-    begins = {"bos_token": _START} if begin else {}
     return PreTrainedTokenizerFast(
         tokenizer_object=words,
         pad_token=_PAD,
         unk_token=_UNKNOWN,
         eos_token=_END,
         model_max_length=spec.section.num_tokens(),
-        **begins,
+        **({"bos_token": _START} if _START in framing else {}),
     )
 
 
-def _vocabulary(captions: Iterable[str], made: Path | None) -> Tokenizer:
-    """Load the run's own vocabulary, or make one of the most frequent words in captions."""
-    saved = None if made is None else made / "tokenizer" / "tokenizer.json"
-    if saved is None or not saved.exists():
-        return _word_tokenizer(captions, _SPECIAL)
-    try:
-        return Tokenizer.from_str(fsio.read_regular(saved).decode())
-    except Exception as error:  # tokenizers raises nothing more specific
-        reason = reason_of(error)
-        raise errors.ModelError(
-            f"{saved} cannot be read: {reason}. Restore it from another checkpoint of the run."
-        ) from error
-
-
 def _word_tokenizer(captions: Iterable[str], special: Sequence[str]) -> Tokenizer:
+    """Make a tokenizer of the most frequent words in captions."""
     tokenizer = Tokenizer(models.WordLevel(unk_token=_UNKNOWN))
     tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -17,7 +17,7 @@ from longtake.errors import ModelError, RecipeError
 from longtake.flow.path import velocity_from_latents
 from longtake.formatting import first_line
 from longtake.models import deferred_init, pretrained
-from longtake.models.base import BlockContract, Conditioning, Family, LatentShape
+from longtake.models.base import BlockContract, Conditioning, Family, LatentShape, read_patch
 from longtake.models.text import TextEncoder
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -59,14 +59,7 @@ class Tubelet(Family):
     )
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        tube = section.config.get("patch_size", _TUBE)
-        is_list = isinstance(tube, list | tuple) and len(tube) == 3
-        if not is_list or not all(type(side) is int and 0 < side < 2**16 for side in tube):
-            raise RecipeError(
-                f"model.config.patch_size is {tube!r:.60}; expected frames, height and width of a "
-                f"tube such as {list(_TUBE)}."
-            )
-        return tuple(tube)
+        return read_patch(section, _TUBE)
 
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         if len(set(shapes)) > 1:
@@ -106,14 +99,7 @@ class Tubelet(Family):
                 return TubeletTransformer(**(fitted | section.config))
         except ModelError as error:
             raise RecipeError(f"model.config: {error}") from error
-        except (
-            ArithmeticError,
-            LookupError,
-            MemoryError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except Exception as error:  # wrong sizes fail inside torch in any way
             raise RecipeError(
                 f"model.config does not fit the tubelet family. {first_line(error)}"
             ) from error
@@ -178,7 +164,11 @@ class TubeletTransformer(nn.Module):
         self.block_caller: Callable[..., Any] | None = None
         self._sharing: TokenSharing | None = None
         grid = _grid_of(self.clip_shape, patch_size)
-        _check_width(hidden_size, num_heads)
+        if hidden_size % num_heads or hidden_size % 6:
+            raise ModelError(
+                f"a hidden_size of {hidden_size} does not divide into {num_heads} heads and 6 "
+                "parts for the positions. Choose a multiple of both."
+            )
         tube_size = channels * math.prod(patch_size)
         self.tube_in = nn.Linear(tube_size, hidden_size)
         self.positions = nn.Parameter(_sine_positions(grid, hidden_size))
@@ -210,38 +200,6 @@ class TubeletTransformer(nn.Module):
         Returns:
             [B, C, F, H, W] in float32.
         """
-        self._check_inputs(noisy_latents, token_ids)
-        tubes = to_tubes(noisy_latents, self.patch_size).to(self.tube_in.weight.dtype)
-        noise_level = self.condition.of_noise(sigmas)
-        words = self._read_caption(token_ids, noise_level)
-        condition = noise_level + self.condition.of_caption(words)
-        tokens = torch.cat([words, self.tube_in(tubes) + self.positions], dim=1)
-        tokens = self._through_blocks(tokens, condition)
-        shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
-        clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
-        clip = from_tubes(clip.float(), self.patch_size, self.clip_shape)
-        return velocity_from_latents(noisy_latents.float(), clip, sigmas.float())
-
-    def _through_blocks(self, tokens: Tensor, condition: Tensor) -> Tensor:
-        if self._sharing is not None:
-            self._sharing.begin(tokens.shape[1])
-            tokens = self._sharing.cut(tokens, 1)
-        for block in self.blocks:
-            tokens = self._call(block, tokens, condition)
-        return tokens if self._sharing is None else self._sharing.gather(tokens, 1)
-
-    def _read_caption(self, token_ids: Tensor, noise_level: Tensor) -> Tensor:
-        # Shorter captions are padded to the number of learnt positions.
-        token_ids = F.pad(token_ids, (0, self.max_tokens - token_ids.shape[1]))
-        words = self.token_embedding(token_ids) + self.token_positions
-        return self._call(self.caption_block, words, noise_level)
-
-    def _call(self, block: nn.Module, *inputs: Tensor) -> Tensor:
-        call = self.block_caller if torch.is_grad_enabled() else None
-        tokens: Tensor = block(*inputs) if call is None else call(block, *inputs)
-        return tokens
-
-    def _check_inputs(self, noisy_latents: Tensor, token_ids: Tensor) -> None:
         if tuple(noisy_latents.shape[1:]) != self.clip_shape:
             raise ModelError(
                 f"a clip of shape {list(noisy_latents.shape[1:])} does not fit this tubelet "
@@ -253,6 +211,30 @@ class TubeletTransformer(nn.Module):
                 f"a caption of {token_ids.shape[1]} tokens does not fit this tubelet transformer, "
                 f"which reads at most {self.max_tokens}. Shorten it or raise max_tokens."
             )
+        tubes = to_tubes(noisy_latents, self.patch_size).to(self.tube_in.weight.dtype)
+        noise_level = self.condition.of_noise(sigmas)
+        # Shorter captions are padded to the number of learnt positions.
+        token_ids = F.pad(token_ids, (0, self.max_tokens - token_ids.shape[1]))
+        words = self.token_embedding(token_ids) + self.token_positions
+        words = self._call(self.caption_block, words, noise_level)
+        condition = noise_level + self.condition.of_caption(words)
+        tokens = torch.cat([words, self.tube_in(tubes) + self.positions], dim=1)
+        if self._sharing is not None:
+            self._sharing.begin(tokens.shape[1])
+            tokens = self._sharing.cut(tokens, 1)
+        for block in self.blocks:
+            tokens = self._call(block, tokens, condition)
+        if self._sharing is not None:
+            tokens = self._sharing.gather(tokens, 1)
+        shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
+        clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
+        clip = from_tubes(clip.float(), self.patch_size, self.clip_shape)
+        return velocity_from_latents(noisy_latents.float(), clip, sigmas.float())
+
+    def _call(self, block: nn.Module, *inputs: Tensor) -> Tensor:
+        call = self.block_caller if torch.is_grad_enabled() else None
+        tokens: Tensor = block(*inputs) if call is None else call(block, *inputs)
+        return tokens
 
 
 class Block(nn.Module):
@@ -346,14 +328,6 @@ def _zeroed(linear: nn.Linear) -> nn.Linear:
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
-
-
-def _check_width(hidden_size: int, num_heads: int) -> None:
-    if hidden_size % num_heads or hidden_size % 6:
-        raise ModelError(
-            f"a hidden_size of {hidden_size} does not divide into {num_heads} heads and 6 parts "
-            "for the positions. Choose a multiple of both."
-        )
 
 
 def _grid_of(

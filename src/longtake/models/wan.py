@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
-from longtake.errors import RecipeError
 from longtake.models import base, diffusers_family, pretrained, releases
 from longtake.models.codec import AutoencoderCodec, Codec, encode_videos
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.release_scheduler import PipelineScheduler
-from longtake.models.text import TextEncoder, TransformersText
+from longtake.models.text import TextEncoder
 from longtake.models.text_contract import TextContract
 from longtake.parallel.context_parallel import TokenSharing
 
@@ -51,12 +50,13 @@ class WanInputs(base.InputContract):
 
         `first_latents` is [B, 20, F, h, w] with the mask, of TI2V-5B [B, C, F', h, w].
         """
-        if "first" not in pixels or _replaces_frames(codec):
+        # The given frames of TI2V-5B, whose autoencoder is residual, replace noisy ones.
+        is_residual = any(getattr(each.config, "is_residual", False) for each in codec.modules())
+        if "first" not in pixels or is_residual:
             return super().encode(codec, text, pixels, bucket)
         others = {name: each for name, each in pixels.items() if name not in ("first", "last")}
-        frames = {
-            name: pixels[name].float() / 127.5 - 1 for name in ("first", "last") if name in pixels
-        }
+        given = [name for name in ("first", "last") if name in pixels]
+        frames = {name: pixels[name].float() / 127.5 - 1 for name in given}
         first, *last = frames.values()
         num_grey = bucket.num_frames - sum(each.shape[2] for each in frames.values())
         grey = first.new_zeros(1).expand(len(first), 3, num_grey, bucket.height, bucket.width)
@@ -70,28 +70,22 @@ class WanInputs(base.InputContract):
         encoded |= super().encode(codec, text, others, bucket)
         if "image_encoder" not in text.pipeline_parts():
             return encoded
-        embeds = [_embed_by_clip(text, pixels[name]) for name in frames]
+        # CLIP's last layer but one, [B, tokens, D], of a video's first frame.
+        embeds = [
+            diffusers_family.embed_pictures(
+                text,
+                pixels[name],
+                lambda pipeline, image: pipeline.encode_image(image),
+                further_tokens=1,
+            )
+            for name in given
+        ]
         return encoded | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
 
     def given_frames(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
         """Return TI2V-5B's given frames; other kinds' `first_latents` have mask channels, too."""
         first = conditioning.get("first_latents")
         return first if first is not None and first.shape[1] == latents.shape[1] else None
-
-
-def _replaces_frames(codec: Codec) -> bool:
-    """Return True for the autoencoder of TI2V-5B, whose given frames replace noisy ones."""
-    return any(bool(getattr(each.config, "is_residual", False)) for each in codec.modules())
-
-
-@torch.no_grad()
-def _embed_by_clip(text: TextEncoder, pictures: Tensor) -> Tensor:
-    """Embed first frames of [B, 3, F, H, W] uint8 by CLIP's last layer but one: [B, tokens, D]."""
-    if pictures.is_meta:
-        return diffusers_family.outline_vision(text, pictures, further_tokens=1)
-    assert isinstance(text, TransformersText)
-    images = diffusers_family.to_images(pictures)
-    return torch.cat([text.pipeline.encode_image(image).float() for image in images])
 
 
 class WanBlocks(DiffusersBlocks):
@@ -172,33 +166,16 @@ class Wan(diffusers_family.DiffusersFamily):
     )
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        patch = section.config.get("patch_size", self.block.patch_size)
-        is_list = isinstance(patch, list | tuple) and len(patch) == 3
-        if not is_list or not all(isinstance(step, int) and step > 0 for step in patch):
-            raise RecipeError(
-                f"model.config.patch_size = {patch!r}: expected frames, rows and columns, such as "
-                f"{list(self.block.patch_size)}."
-            )
-        return tuple(patch)
+        return base.read_patch(section, self.block.patch_size)
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        if text.embed_dim is None:
-            raise RecipeError(
-                'text.kind = "words" gives token ids, but Wan is conditioned on an encoder\'s '
-                'prompt_embeds. Set text.kind = "transformers".'
-            )
-        if text.pooled_dim is not None:
-            raise RecipeError(
-                "text.pooled is FLUX's second text encoder; Wan has one only. Remove text.pooled."
-            )
-        return {"in_channels": channels, "out_channels": channels, "text_dim": text.embed_dim}
+        width = self.single_embed_dim(text)
+        return {"in_channels": channels, "out_channels": channels, "text_dim": width}
 
     def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
-        if release is not None:
-            is_image_to_video = release.pipeline.get("_class_name") == _IMAGE_TO_VIDEO
-        else:
-            is_image_to_video = "image_encoder" in parts
-        return _IMAGE_TO_VIDEO if is_image_to_video else self.pipeline_class
+        named = None if release is None else release.pipeline.get("_class_name")
+        is_from_frame = "image_encoder" in parts if release is None else named == _IMAGE_TO_VIDEO
+        return _IMAGE_TO_VIDEO if is_from_frame else self.pipeline_class
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning

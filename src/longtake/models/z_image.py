@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import ModelSection
 from longtake.errors import RecipeError
-from longtake.models import base, codec, deferred_init, diffusers_family, pretrained
+from longtake.models import base, codec, diffusers_family, pretrained
+from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.text import TextEncoder
 from longtake.models.text_contract import DECODER, TextContract
@@ -76,12 +77,7 @@ class ZImage(diffusers_family.DiffusersFamily):
     num_inference_steps = 50
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        if text.embed_dim is None or text.pooled_dim is not None:
-            raise RecipeError(
-                "Z-Image is conditioned on the prompt_embeds of one text encoder. Set text.kind = "
-                '"transformers", and remove text.pooled.'
-            )
-        return {"in_channels": channels, "cap_feat_dim": text.embed_dim}
+        return {"in_channels": channels, "cap_feat_dim": self.single_embed_dim(text)}
 
     def check_config(self, config: Any) -> None:
         if config.siglip_feat_dim is not None:
@@ -97,16 +93,10 @@ class ZImage(diffusers_family.DiffusersFamily):
                 "takes. Leave them out."
             )
 
-    def build(
-        self,
-        section: ModelSection,
-        shapes: Sequence[base.LatentShape],
-        text: TextEncoder,
-        *,
-        weights: deferred_init.Weights = True,
-    ) -> nn.Module:
-        model = super().build(section, shapes, text, weights=weights)
-        config: Any = model.config
+    def adapt(
+        self, model: Any, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
+    ) -> None:
+        config = model.config
         text_end = _padded(text.max_tokens) + 2  # positions start at 1; the image's follows
         for name, needed, known in (
             ("tokens of text (text.max_tokens)", text_end, config.axes_lens[0]),
@@ -118,7 +108,6 @@ class ZImage(diffusers_family.DiffusersFamily):
                     f"Z-Image has positions for {known} {name}, but {needed} are needed. Take "
                     "smaller buckets or a smaller text.max_tokens."
                 )
-        return model
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
@@ -145,7 +134,7 @@ class ZImage(diffusers_family.DiffusersFamily):
         return diffusers_family.TransformerCall(inputs, torch.stack)
 
     def sequence_length(
-        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
+        self, model: nn.Module, shape: LatentShape, conditioning: base.Conditioning
     ) -> int:
         num_text = conditioning["prompt_embeds"].shape[1]
         return _padded(self.block.num_tokens(model, shape)) + _padded(num_text)

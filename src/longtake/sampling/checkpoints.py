@@ -1,8 +1,9 @@
 """Finds a run's checkpoints, and loads the weights of one into a model."""
 
+from contextlib import suppress
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from longtake.checkpoint import files, store
 from longtake.errors import CheckpointError
@@ -17,18 +18,9 @@ def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: froz
         CheckpointError: the checkpoint is incomplete, damaged, or of another model.
     """
     state = {name: value for name, value in model.state_dict().items() if name in trained}
-    _refuse_another_model(checkpoint, weights, state)
-    store.load_parts(checkpoint, {weights: state})
-    trainable.load_trained(model, state)
-
-
-def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tensor]) -> None:
-    """Refuse weights with other names or shapes; unreadable files are left to the loading."""
-    try:
+    shapes = expected = {name: tuple(value.shape) for name, value in state.items()}
+    with suppress(CheckpointError, OSError, ValueError):  # the loading says what is unreadable
         shapes = store.part_shapes(checkpoint, weights)
-    except (CheckpointError, OSError, ValueError):
-        return
-    expected = {name: tuple(value.shape) for name, value in state.items()}
     if shapes != expected:
         name = min(each for each in shapes | expected if shapes.get(each) != expected.get(each))
         has, wants = (list(each[name]) if name in each else "none" for each in (shapes, expected))
@@ -36,6 +28,8 @@ def _refuse_another_model(checkpoint: Path, weights: str, state: dict[str, Tenso
             f"{checkpoint / weights} holds another model than the recipe describes: {name} is "
             f"{has} there and {wants} by the recipe. Is it a checkpoint of another run?"
         )
+    store.load_parts(checkpoint, {weights: state})
+    trainable.load_trained(model, state)
 
 
 def find_run(path: Path) -> RunDirectory:

@@ -251,8 +251,6 @@ class Claims:
         self._unwritten.append(partial(claim.lease.end, how, **facts))
         self.settle()
 
-    # Before the write: a full disk must not turn a failure into endless attempts.
-
     def settle(self) -> None:
         """Write the endings of claims that could not be written before."""
         for write_ending in list(self._unwritten):

@@ -100,23 +100,40 @@ def is_shown(file: Path) -> bool:
     return file.suffix.lower() not in NUMBERS_SUFFIXES
 
 
-def refuse_other_inputs(given: Mapping[str, Path], names: Sequence[str]) -> None:
+def refuse_other_inputs(
+    given: Iterable[str], needed: Iterable[str], *, of_preset: bool = False
+) -> None:
     """Refuse inputs other than those that the model was trained with.
+
+    Args:
+        given: names of the inputs in a preset, or of those in `--conditioning`.
+        needed: names of the model's inputs.
+        of_preset: True for a preset.
 
     Raises:
         DataError: an input is missing, or unknown.
+        RecipeError: the same, in a preset.
     """
-    if set(given) == set(names):
+    given, needed = list(given), list(needed)
+    if set(given) == set(needed):
         return
-    if not names:
-        raise DataError(
-            f"This model takes no further inputs, but {', '.join(given)} was given. Leave "
-            "--conditioning out."
+    error, key = (RecipeError, "conditioning") if of_preset else (DataError, "--conditioning")
+    listed = ", ".join(given) or "none"
+    if not needed:
+        raise error(
+            f"{key} gives {listed}, but this model takes no further inputs (data.conditioning is "
+            f"empty). Leave {key} out."
         )
-    advice = " ".join(f"--conditioning {name}=FILE" for name in names)
-    raise DataError(
-        f"This model takes the inputs {', '.join(names)}; given: "
-        f"{', '.join(given) or 'none'}. Give exactly those: {advice}."
+    advice = "exactly those: " + " ".join(f"--conditioning {name}=FILE" for name in needed)
+    if of_preset:
+        missing = next((name for name in needed if name not in given), needed[0])
+        advice = (
+            "each of them, and no other: a file for each prompt, or one for all, such as "
+            f'conditioning.{missing} = ["{missing}.png"] in the table of the preset '
+            "([evaluation.presets.NAME] in a recipe)"
+        )
+    raise error(
+        f"{key} gives {listed}, but this model takes the inputs {', '.join(needed)}. Give {advice}."
     )
 
 
@@ -143,26 +160,6 @@ def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -
                         small.save(partial, format="PNG")
 
 
-def refuse_other_files(given: Mapping[str, object], names: Sequence[str]) -> None:
-    if set(given) == set(names):
-        return
-    if not names:
-        raise RecipeError(
-            f"conditioning gives {', '.join(given)}, but this model takes no further inputs "
-            "(data.conditioning is empty). Leave conditioning out."
-        )
-    missing = [name for name in names if name not in given]
-    example = ""
-    if missing:
-        example = f', such as conditioning.{missing[0]} = ["{missing[0]}.png"] in the table of the '
-        example += "preset ([evaluation.presets.NAME] in a recipe)"
-    raise RecipeError(
-        f"this model takes the inputs {', '.join(names)}; conditioning gives "
-        f"{', '.join(given) or 'none'}. Give each of them, and no other: a file for each prompt, "
-        f"or one for all{example}."
-    )
-
-
 def find_files(
     name: str,
     files: Sequence[Path],
@@ -181,18 +178,18 @@ def find_files(
             f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
             "prompt, or one for all."
         )
-    found = {}
+    inputs = {}
     for file in dict.fromkeys(files):
         path = find_file(key, file, folder)
         read_file(path)
         try:
-            found[file] = InputFile(path, content_of(path))
+            inputs[file] = InputFile(path, content_of(path))
         except OSError as error:
             raise RecipeError(
                 f"The file {path} cannot be read: {error.strerror or error}."
             ) from error
     # A single file serves all prompts.
-    return tuple(found[file] for file in files) * (count if len(files) == 1 else 1)
+    return tuple(inputs[file] for file in files) * (count if len(files) == 1 else 1)
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
@@ -201,12 +198,20 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
     Raises:
         RecipeError: it does not exist, or is outside of another user's run.
     """
-    if (
-        folder is not None
-        and RunDirectory(folder).exists()
-        and not trust.is_own(RunDirectory(folder))
-    ):
-        return _find_inside(key, file, folder)
+    run = None if folder is None else RunDirectory(folder)
+    if folder is not None and run is not None and run.exists() and not trust.is_own(run):
+        # Another user's run could otherwise name any file of this host, and the results would show
+        # its content.
+        inside, top = (folder / file).resolve(), folder.resolve()
+        if not inside.is_relative_to(top):
+            raise RecipeError(
+                f"{key}: {file} lies outside of {folder}, which this user did not begin on this "
+                "host. Expected a file in that folder. Copy it there, or name it in a file of your "
+                "own (--presets)."
+            )
+        if not inside.is_file():
+            raise RecipeError(f"{key}: there is no file {file} in {folder}. Put it there.")
+        return inside
     here = Path.cwd()
     # Each place once, also if the folder is the current one.
     places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
@@ -219,20 +224,3 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
         f"{key}: there is no file {file} in {' or in '.join(map(str, places))}. Put it there, or "
         "name it by its whole path."
     )
-
-
-def _find_inside(key: str, file: Path, folder: Path) -> Path:
-    """Find a file inside of another user's run.
-
-    That run could otherwise name any file of this host, and the results would show its content.
-    """
-    found, top = (folder / file).resolve(), folder.resolve()
-    if not found.is_relative_to(top):
-        raise RecipeError(
-            f"{key}: {file} lies outside of {folder}, which this user did not begin on this host. "
-            "Expected a file in that folder. Copy it there, or name it in a file of your own "
-            "(--presets)."
-        )
-    if not found.is_file():
-        raise RecipeError(f"{key}: there is no file {file} in {folder}. Put it there.")
-    return found

@@ -23,7 +23,7 @@ from longtake.sampling.preset_files import (
     find_files,
     keep_pictures,
     read_input,
-    refuse_other_files,
+    refuse_other_inputs,
 )
 from longtake.sampling.preset_prompts import DEFAULT, caption_prompts, find_prompts, with_trigger
 
@@ -222,7 +222,7 @@ def _build(
     prompts = with_trigger(prompts, recipe)
     inputs, folder = recipe.model_inputs(), folders.get("conditioning")
     files = section.conditioning or {}
-    refuse_other_files(files, list(inputs))
+    refuse_other_inputs(files, inputs, of_preset=True)
     stride = recipe.data.frame_stride
     return Preset(
         name=name,
@@ -294,7 +294,15 @@ def _read_presets(path: Path, recipe: config.Recipe) -> dict[str, dict[str, Any]
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise RecipeError(f"The presets {path} are not valid TOML: {error}.") from None
     for name, table in tables.items():
-        _refuse_unknown_keys(path, name, table)
+        if not isinstance(table, dict):
+            raise RecipeError(
+                f"{path}: {name} stands outside of a preset's table. Write it below a line such as "
+                "[low4s]."
+            )
+        keys = config.PresetSection.model_fields
+        if other := [key for key in table if key not in keys]:
+            near = did_you_mean(other[0], keys)
+            raise RecipeError(f"{path}: {name}.{other[0]} is not a key of a preset; {near}")
     # Parsed as a part of the whole recipe, against which some values are validated.
     values = recipe.model_dump(exclude_none=True)
     values["evaluation"]["presets"] = tables
@@ -303,18 +311,6 @@ def _read_presets(path: Path, recipe: config.Recipe) -> dict[str, dict[str, Any]
         name: {key: getattr(section, key) for key in tables[name]}
         for name, section in parsed.items()
     }
-
-
-def _refuse_unknown_keys(path: Path, name: str, table: object) -> None:
-    if not isinstance(table, dict):
-        raise RecipeError(
-            f"{path}: {name} stands outside of a preset's table. Write it below a line such as "
-            "[low4s]."
-        )
-    for key in table:
-        if key not in config.PresetSection.model_fields:
-            near = did_you_mean(key, config.PresetSection.model_fields)
-            raise RecipeError(f"{path}: {name}.{key} is not a key of a preset; {near}")
 
 
 def settings_for(

@@ -7,8 +7,9 @@ checkpoints of a run into one model, one after another.
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -316,43 +317,63 @@ class Sampler:
         shape = fitting_shape(parts, self.recipe, bucket)
         refuse_unused_guidance(parts, settings)
         # Drawn on the CPU from each request's seed, so that it is equal on any device.
-        noise = torch.stack([_noise(each.seed, shape) for each in requests]).to(self.device)
-        steps, count = self.num_steps(settings), len(requests)
-        shift, terminal = self.shift(settings, bucket), parts.shift_rule(settings.shift).terminal
-        defaults, scale = parts.defaults, settings.guidance_scale
-        scale = defaults.guidance_scale if scale is None else scale
+        generators = [torch.Generator().manual_seed(request.seed) for request in requests]
+        noise = torch.stack([torch.randn(tuple(shape), generator=each) for each in generators])
+        scale = guidance_scale(parts, settings)
         guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
-
-        def denoise(part: slice, two_passes: bool) -> Tensor:
-            def on_part_step(step: int) -> None:
-                if on_step is not None:
-                    # Steps of a part of the videos count as that share of all.
-                    on_step((part.start * steps + (part.stop - part.start) * step) // count)
-
-            velocity = self._velocity(guide, part, settings, two_passes=two_passes)
-            kind = settings.solver
-            return solver.solve(
-                velocity, noise[part], steps, shift, kind, on_part_step, terminal=terminal
-            )
-
+        denoise = partial(self._denoise, guide, noise.to(self.device), settings, bucket, on_step)
         parts.bring("model", self.device)
         with torch.no_grad():  # not inference_mode: modules may cache tensors for training
             uses_guidance = guide.unconditional is not None
-            latents = self.memory.denoise(denoise, count, bucket, uses_guidance=uses_guidance)
+            latents = self.memory.denoise(
+                denoise, len(requests), bucket, uses_guidance=uses_guidance
+            )
             # Given frames are returned as they were, not as they were denoised.
             latents = parts.family.inputs.with_given(latents, guide.conditional)
             self._refuse_non_finite(latents)
             parts.bring("codec", self.device)
-            videos = [self._decode(each[None], bucket, decoding) for each in latents]
+            # One by one, so that the device holds the pixels of one video only.
+            videos = [
+                self.memory.decode(partial(self._decode, each[None]), bucket, decoding=decoding)
+                for each in latents
+            ]
         return np.concatenate(videos)
+
+    def _denoise(
+        self,
+        guide: Guidance,
+        noise: Tensor,
+        settings: SamplingSection,
+        bucket: Bucket,
+        on_step: Callable[[int], None] | None,
+        part: slice,
+        two_passes: bool,
+    ) -> Tensor:
+        """Denoise a part of the videos; the first arguments are those of all."""
+        steps, count = self.num_steps(settings), len(noise)
+
+        def on_part_step(step: int) -> None:
+            if on_step is not None:
+                # Steps of a part of the videos count as that share of all.
+                on_step((part.start * steps + (part.stop - part.start) * step) // count)
+
+        return solver.solve(
+            self._velocity(guide, part, settings, two_passes=two_passes),
+            noise[part],
+            steps,
+            self.shift(settings, bucket),
+            settings.solver,
+            on_part_step,
+            terminal=self.components.shift_rule(settings.shift).terminal,
+        )
 
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
     ) -> solver.Velocity:
         """Return the guided velocity, by that transformer of a release which serves each sigma."""
-        mine, experts = guide.velocity(part, two_passes=two_passes), self.components.experts
+        experts = self.components.experts
         if experts is None:
-            return mine
+            return guide.velocity(part, two_passes=two_passes)
         scale_2 = settings.guidance_scale_2
         of_low = guide.scale if scale_2 is None else scale_2
         assert self.components.other is not None
@@ -419,17 +440,13 @@ class Sampler:
             f"are finite, at most {largest:.3g} (1 is usual). None was written. {why}"
         )
 
-    def _decode(self, latents: Tensor, bucket: Bucket, decoding: str) -> NDArray[np.uint8]:
-        """Decode one video [1, F, H, W, 3], so that the device holds the pixels of one only."""
-
-        def decode(tiles: bool) -> NDArray[np.uint8]:
-            try:
-                video = self.components.codec.decode(latents, tiles=tiles)
-            except SamplingError as error:
-                raise SamplingError(self._decoding_error(latents, error)) from None
-            return video.permute(0, 2, 3, 4, 1).cpu().numpy()
-
-        return self.memory.decode(decode, bucket, decoding=decoding)
+    def _decode(self, latents: Tensor, tiles: bool) -> NDArray[np.uint8]:
+        """Decode one video [1, F, H, W, 3]."""
+        try:
+            video = self.components.codec.decode(latents, tiles=tiles)
+        except SamplingError as error:
+            raise SamplingError(self._decoding_error(latents, error)) from None
+        return video.permute(0, 2, 3, 4, 1).cpu().numpy()
 
     def _guidance(
         self, requests: Sequence[Request], bucket: Bucket, scale: float, negative_prompt: str
@@ -478,16 +495,13 @@ class Sampler:
         """Read the files that the requests name, for each reference input of the model."""
         inputs, stride = self.recipe.model_inputs(), self.recipe.data.frame_stride
         for request in requests:
-            preset_files.refuse_other_inputs(request.conditioning, list(inputs))
-        found = dict[str, Tensor]()
+            preset_files.refuse_other_inputs(request.conditioning, inputs)
+        tensors = dict[str, Tensor]()
         for name, section in inputs.items():
-            files = [request.conditioning[name] for request in requests]
-            read = [
-                preset_files.read_input(section, file, bucket=bucket, stride=stride)
-                for file in files
-            ]
-            found[name] = torch.from_numpy(np.stack(read)).to(self.device)
-        return found
+            read = partial(preset_files.read_input, section, bucket=bucket, stride=stride)
+            values = np.stack([read(request.conditioning[name]) for request in requests])
+            tensors[name] = torch.from_numpy(values).to(self.device)
+        return tensors
 
     def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
         """Predict velocities in fp32 from latents, sigmas and conditioning."""
@@ -495,6 +509,11 @@ class Sampler:
         precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
         with numerics.autocast(precision, self.device):
             return self.components.predict_velocity(latents, sigmas, conditioning).float()
+
+
+def guidance_scale(components: Components, settings: SamplingSection) -> float:
+    scale = settings.guidance_scale
+    return components.defaults.guidance_scale if scale is None else scale
 
 
 def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> LatentShape:
@@ -524,8 +543,7 @@ def refuse_unused_guidance(components: Components, settings: SamplingSection) ->
         RecipeError: the model has distilled guidance, the scale makes no second pass, or there is
             no second expert.
     """
-    scale, second = settings.guidance_scale, settings.guidance_scale_2
-    scale = components.defaults.guidance_scale if scale is None else scale
+    scale, second = guidance_scale(components, settings), settings.guidance_scale_2
     if second is not None and components.experts is None:
         raise RecipeError(
             f"guidance_scale_2 {second:g} is the low-noise expert's of a release with two "
@@ -547,10 +565,6 @@ def refuse_unused_guidance(components: Components, settings: SamplingSection) ->
         f"negative_prompt {settings.negative_prompt!r} would have no effect: {why}. Leave "
         "negative_prompt out."
     )
-
-
-def _noise(seed: int, shape: LatentShape) -> Tensor:
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))
 
 
 class SamplerLoader:
@@ -641,11 +655,7 @@ def load_sampler(
     step: int | None = None,
     ema: bool | None = None,
     profile: str | None = None,
-    device: str,
-    trust: bool = False,
-    exact: bool = False,
-    other_expert: Path | None = None,
-    with_other: bool = True,
+    **options: Any,
 ) -> Sampler:
     """Load a sampler from a run directory, or from a checkpoint's folder.
 
@@ -656,11 +666,7 @@ def load_sampler(
         step: of the run's checkpoint; None: the newest.
         ema: sample averaged weights; None: if the run keeps any.
         profile: of the averages; None: the first.
-        device: as for `SamplerLoader`, like all that follow.
-        trust: as for `SamplerLoader`.
-        exact: as for `SamplerLoader`.
-        other_expert: as for `SamplerLoader`.
-        with_other: as for `SamplerLoader`.
+        options: `device` and the further arguments of `SamplerLoader`.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
@@ -670,7 +676,4 @@ def load_sampler(
     recipe = find_run(path).recipe()
     weights = weights_to_sample(recipe, ema=ema, profile=profile)
     run, checkpoint = find_checkpoint(path, step, weights)
-    loader = SamplerLoader(
-        run, device, trust=trust, exact=exact, other_expert=other_expert, with_other=with_other
-    )
-    return loader.load(checkpoint, weights)
+    return SamplerLoader(run, **options).load(checkpoint, weights)

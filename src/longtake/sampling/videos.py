@@ -53,7 +53,11 @@ def sample_preset(
     """
     preset.refuse_changed_files()
     rows = []
-    for index, request, video in _batches(sampler, preset, on_step):
+    requests, size = preset.requests(), preset.batch_size
+    videos = _sample(
+        sampler, requests, preset.settings, preset.bucket, size, on_step, preset.decoding
+    )
+    for index, (request, video) in enumerate(zip(requests, videos, strict=True)):
         path = folder / preset.file_name(index)
         try:
             _write(path, video, preset.settings.fps)
@@ -69,23 +73,25 @@ def sample_preset(
     contact_sheet(rows, folder / "sheet.png", title=title)
 
 
-def _batches(
-    sampler: "Sampler", preset: Preset, on_step: Callable[[int, int], None] | None
-) -> Iterator[tuple[int, Request, NDArray[np.uint8]]]:
-    requests, size = preset.requests(), preset.batch_size
-    steps, starts = sampler.num_steps(preset.settings), range(0, len(requests), size)
+def _sample(
+    sampler: "Sampler",
+    requests: Sequence[Request],
+    settings: SamplingSection,
+    bucket: Bucket,
+    batch_size: int,
+    on_step: Callable[[int, int], None] | None,
+    decoding: str = "auto",
+) -> Iterator[NDArray[np.uint8]]:
+    """Sample one video [F, H, W, 3] per request; `on_step` gets (done, total) steps."""
+    steps, starts = sampler.num_steps(settings), range(0, len(requests), batch_size)
     for number, start in enumerate(starts):
         # `done` is a default value because the closure would see a later `number`.
         def on_batch_step(step: int, done: int = number * steps) -> None:
             if on_step is not None:
                 on_step(done + step, len(starts) * steps)
 
-        batch = requests[start : start + size]
-        videos = sampler.sample(
-            batch, preset.settings, preset.bucket, on_batch_step, decoding=preset.decoding
-        )
-        # Not strict, as the last batch may be smaller.
-        yield from zip(range(start, start + size), batch, videos, strict=False)
+        batch = requests[start : start + batch_size]
+        yield from sampler.sample(batch, settings, bucket, on_batch_step, decoding=decoding)
 
 
 def _write(path: Path, video: NDArray[np.uint8], fps: float) -> None:
@@ -104,18 +110,8 @@ def sample_in_batches(
     console: Console,
 ) -> list[NDArray[np.uint8]]:
     """Sample one video [F, H, W, 3] per request, with a progress bar over the solver's steps."""
-    videos: list[NDArray[np.uint8]] = []
-    parts = [requests[i : i + batch_size] for i in range(0, len(requests), batch_size)]
-    steps = sampler.num_steps(settings)
     with progress.counted(console, "sample") as advance:
-        for number, part in enumerate(parts):
-            done = number * steps
-
-            def on_step(step: int, done: int = done) -> None:
-                advance(done + step, len(parts) * steps)
-
-            videos.extend(sampler.sample(part, settings, bucket, on_step))
-    return videos
+        return list(_sample(sampler, requests, settings, bucket, batch_size, advance))
 
 
 def check_samples(
@@ -145,7 +141,7 @@ def check_samples(
         refuse_flags(prompt, "--prompt")
     prompts = with_trigger(prompts, recipe)
     inputs = inputs_by_name(conditioning)
-    refuse_other_inputs(inputs, list(recipe.model_inputs()))
+    refuse_other_inputs(inputs, recipe.model_inputs())
     settings, bucket = settings_for(recipe, **changes)
     check_out(out, bucket)
     return list(prompts), inputs, settings, bucket
@@ -256,8 +252,15 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
         RunError: the file cannot be written.
     """
     assert rows, "a contact sheet needs at least one row"
-    drawn = list(map(_grid_row, rows))
-    grid = drawing.Grid(drawn, label_width=_LABEL_WIDTH, title=title, mark_width=_MARK_WIDTH)
+    grid_rows = []
+    for row in rows:
+        label = drawing.wrapped_lines(row.caption, _LABEL_WIDTH)
+        label += drawing.wrapped_lines(row.note, _LABEL_WIDTH, drawing.NOTE_SIZE, drawing.PALE_INK)
+        inputs = [drawing.GridCell(_strip(np.stack(row.inputs)))] if row.inputs else []
+        gap = {"gap": _INPUTS_GAP} if inputs else {}
+        cells = [*inputs, drawing.GridCell(_strip(row.frames), **gap)]
+        grid_rows.append(drawing.GridRow(label, cells, row.is_correct))
+    grid = drawing.Grid(grid_rows, label_width=_LABEL_WIDTH, title=title, mark_width=_MARK_WIDTH)
     drawing.save_picture(grid.draw(), path)
 
 
@@ -265,19 +268,6 @@ def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
     chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_FRAMES)).round().astype(int)
     frames: NDArray[np.uint8] = video[chosen]
     return frames
-
-
-def _grid_row(row: SheetRow) -> drawing.GridRow:
-    label = drawing.wrapped_lines(row.caption, _LABEL_WIDTH)
-    label += drawing.wrapped_lines(row.note, _LABEL_WIDTH, drawing.NOTE_SIZE, drawing.PALE_INK)
-    frames = _strip(row.frames)
-    if not row.inputs:
-        return drawing.GridRow(label, [drawing.GridCell(frames)], row.is_correct)
-    cells = [
-        drawing.GridCell(_strip(np.stack(row.inputs))),
-        drawing.GridCell(frames, gap=_INPUTS_GAP),
-    ]
-    return drawing.GridRow(label, cells, row.is_correct)
 
 
 def _strip(frames: NDArray[np.uint8]) -> Image.Image:
