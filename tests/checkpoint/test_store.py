@@ -28,7 +28,7 @@ from longtake.checkpoint.store import Saver, Staging, keep_saver, write
 from longtake.config import CheckpointSection, ParallelSection
 from longtake.errors import CheckpointError
 from longtake.evaluation_dir import ServerDirectory
-from longtake.parallel.collectives import gather_objects, sum_over_ranks, wait_for_all
+from longtake.parallel.collectives import gather_objects, sum_over_ranks
 from longtake.parallel.fsdp import apply_fsdp, full
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
@@ -495,7 +495,7 @@ def _check_that_all_learn_of_a_failure(
     assert messages[0] == messages[1]
     assert "step 30" in messages[0]
     assert "since step_00000020, which is whole" in messages[0]
-    wait_for_all(world)
+    gather_objects(None, world)
     assert _names(run) == ["step_00000020"]
 
 
@@ -513,7 +513,7 @@ def _check_that_all_learn_of_damage(run: RunDirectory, network: nn.Module, world
     if damaged is not None:
         with (damaged / "model" / "__1_0.distcp").open("r+b") as file:
             file.write(b"\xff")
-    wait_for_all(world)
+    gather_objects(None, world)
     reason = "model/__1_0.distcp has other bytes than were saved: its checksum (xxh3_64) differs"
     with pytest.raises(files.DamagedCheckpointError) as raised:
         store.load_parts(run.checkpoint_path(21), {"model": network.state_dict()}, world)
@@ -522,7 +522,7 @@ def _check_that_all_learn_of_damage(run: RunDirectory, network: nn.Module, world
     assert found == (path, ((run.checkpoint_path(21), reason),))
     unread = store.latest_checkpoint(run, world, checksums=False)
     assert unread == (run.checkpoint_path(21), ())
-    wait_for_all(world)
+    gather_objects(None, world)
     if damaged is not None:
         shutil.rmtree(damaged)
 

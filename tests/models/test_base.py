@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
-import diffusers
 import pytest
 import torch
 from torch import Tensor, nn
@@ -18,17 +17,12 @@ from longtake.config import ModelSection, PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
 from longtake.models.added_module import BlockCall, attach, condition
-from longtake.models.base import BlockInputs, Conditioning, Defaults, Family, LatentShape, family
+from longtake.models.base import BlockInputs, Defaults, Family, LatentShape, family
 from longtake.models.diffusers_family import (
-    DiffusersBlocks,
-    DiffusersFamily,
-    TransformerCall,
-    guidance_scales,
     share_attention,
 )
 from longtake.models.numerics import keep_weights_in
-from longtake.models.text import TextEncoder, outline_text
-from longtake.models.wan import Wan
+from longtake.models.text import outline_text
 
 _T5 = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 _CLIP = {
@@ -215,96 +209,6 @@ def test_importing_the_models_imports_no_heavy_library() -> None:
     assert done.stdout.strip() == "set()"
 
 
-class _Flux2(DiffusersFamily):
-    """FLUX.2 klein without references: normalised, patchified latents; ids of four coordinates."""
-
-    label = "FLUX.2"
-    transformer_class, pipeline_class = "Flux2Transformer2DModel", "Flux2KleinPipeline"
-    block = DiffusersBlocks(
-        lists=("transformer_blocks", "single_transformer_blocks"), patch_size=(1, 1, 1)
-    )
-    makes_videos = False
-
-    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        return {"in_channels": channels, "joint_attention_dim": text.embed_dim or 0}
-
-    def call(
-        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
-    ) -> TransformerCall:
-        pipeline, image = diffusers.Flux2KleinPipeline, noisy_latents[:, :, 0]
-        text, size = conditioning["prompt_embeds"], image.shape[-2:]
-        inputs = {
-            "hidden_states": pipeline._pack_latents(image),
-            "img_ids": pipeline._prepare_latent_ids(image[:1]),
-            "encoder_hidden_states": text,
-            "txt_ids": pipeline._prepare_text_ids(text[:1]),
-            "timestep": timesteps,
-            "guidance": guidance_scales(self, model, conditioning),
-        }
-        return TransformerCall(inputs, lambda out: out.mT.unflatten(2, size).unsqueeze(2))
-
-
-class _ZImage(_Flux2):
-    """Z-Image: the other sign, time from noise, and lists of samples and of ragged captions."""
-
-    label = "Z-Image"
-    transformer_class, pipeline_class = "ZImageTransformer2DModel", "ZImagePipeline"
-    block = DiffusersBlocks(lists=("noise_refiner", "context_refiner", "layers"))
-    time_range, negates = (1.0, 0.0), True
-
-    def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        return {"in_channels": channels, "cap_feat_dim": text.embed_dim or 0}
-
-    def call(
-        self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: Conditioning
-    ) -> TransformerCall:
-        captions = zip(conditioning["prompt_embeds"], conditioning["num_tokens"], strict=True)
-        inputs = {
-            "x": list(noisy_latents),
-            "t": timesteps,
-            "cap_feats": [embeds[:length] for embeds, length in captions],
-        }
-        return TransformerCall(inputs, torch.stack)
-
-
-_AUTOENCODER: dict[str, Any] = {
-    "block_out_channels": (4, 4),
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 2,
-    "down_block_types": ("DownEncoderBlock2D",) * 2,
-    "up_block_types": ("UpDecoderBlock2D",) * 2,
-}
-_OTHERS: list[tuple[DiffusersFamily, LatentShape, dict[str, Any]]] = [
-    (
-        _Flux2(),
-        LatentShape(16, 1, 4, 6),
-        {
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "attention_head_dim": 16,
-            "num_attention_heads": 2,
-            "timestep_guidance_channels": 16,
-            "axes_dims_rope": (4, 4, 4, 4),
-            "guidance_embeds": False,
-        },
-    ),
-    (
-        _ZImage(),
-        LatentShape(4, 1, 4, 6),
-        {
-            "dim": 32,
-            "n_layers": 1,
-            "n_refiner_layers": 1,
-            "n_heads": 2,
-            "n_kv_heads": 2,
-            "axes_dims": [4, 6, 6],
-            "axes_lens": [64, 32, 32],
-        },
-    ),
-]
-
-
 _OWN = """
 from longtake.models.base import Family
 from longtake.models.diffusers_family import DiffusersFamily
@@ -335,54 +239,6 @@ def test_a_family_can_be_a_class_of_the_users_own(
     lacks = r"lacks codec_class, frozen, parts, .*fitted_config\(\).* See Family in"
     with pytest.raises(RecipeError, match=lacks):
         family("my_family:Unfinished")
-
-
-@pytest.mark.parametrize(("other", "shape", "config"), _OTHERS, ids=["FLUX.2", "Z-Image"])
-def test_the_base_class_carries_other_families(
-    other: DiffusersFamily, shape: LatentShape, config: dict[str, Any]
-) -> None:
-    """A step is that of diffusers' pipeline, from `call` and a few attributes alone."""
-    torch.manual_seed(0)
-    section = ModelSection(family="flux", config=config)
-    model: Any = other.build(section, [shape], outline_text(_ENCODERS["wan"], Wan())).eval()
-    for parameter in model.parameters():
-        if not parameter.any():
-            torch.nn.init.normal_(parameter, std=0.1)
-    embeds, noisy = torch.randn(1, 4, 12), torch.randn(1, *shape)
-    is_flux2 = other.label == "FLUX.2"
-    vae: Any = diffusers.AutoencoderKLFlux2 if is_flux2 else diffusers.AutoencoderKL
-    pipeline = getattr(diffusers, other.pipeline_class)(
-        diffusers.FlowMatchEulerDiscreteScheduler(), vae(**_AUTOENCODER), None, None, model
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    pixels = 4 if is_flux2 else 2
-    expected = pipeline(
-        prompt_embeds=embeds if is_flux2 else list(embeds),
-        latents=noisy[:, :, 0].clone(),
-        height=pixels * shape.height,
-        width=pixels * shape.width,
-        sigmas=[0.7],
-        guidance_scale=1.0 if is_flux2 else 0.0,
-        output_type="latent",
-    ).images
-    given = {"prompt_embeds": embeds, "num_tokens": torch.tensor([4])}
-    velocity = other.predict_velocity(model, noisy, torch.tensor([0.7]), given)
-    if is_flux2:  # it gives latents of the autoencoder's own scale, whose statistics are 0 and 1
-        expected = pipeline._patchify_latents(expected)
-    found = (noisy - 0.7 * velocity)[:, :, 0]
-    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
-    blocks = other.blocks(model)
-    assert len(blocks) == (2 if is_flux2 else 3)
-    called: list[Any] = []
-
-    def call(block: Any, *inputs: Any) -> Any:
-        called.append(block)
-        return block(*inputs)
-
-    other.block.call_by(model, call)
-    again = other.predict_velocity(model, noisy, torch.tensor([0.7]), given)
-    assert torch.equal(again, velocity)
-    assert called == list(blocks)
 
 
 class _Attention(nn.Module):

@@ -10,7 +10,6 @@ from torch import Tensor
 from longtake.config import CodecSection, ModelSection, PooledSection, TextSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import ShiftRule
-from longtake.flow.timesteps import build_sigmas
 from longtake.models.base import LatentShape
 from longtake.models.codec import Codec, PixelCodec, build_codec
 from longtake.models.flux import Flux, FluxKontext, image_ids, pack, unpack
@@ -220,38 +219,6 @@ def test_one_text_encoder_is_not_enough(section: TextSection) -> None:
     """Neither words nor one encoder; the message says what to add."""
     with pytest.raises(RecipeError, match=r"two text encoders, .* section \[text\.pooled\]"):
         _model(build_text(section, Flux(), _CAPTIONS, None))
-
-
-@pytest.mark.parametrize("family", [Flux(), FluxKontext()])
-def test_an_exported_pipeline_loads_and_samples(family: Flux, tmp_path: Path) -> None:
-    """It holds the same weights, visits longtake's sigmas and gives the bucket's shape."""
-    pytest.importorskip("accelerate", reason="diffusers loads pipelines through accelerate")
-    import diffusers
-
-    text, codec = _text(), _codec()
-    model = _model(text)
-    section = ModelSection(family="flux")
-    family.export(section, model, codec, text, ShiftRule(3.0), 3.0, tmp_path)
-    pipeline = getattr(diffusers, family.pipeline_class).from_pretrained(tmp_path)
-    loaded = pipeline.transformer.state_dict()
-    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
-    pipeline.set_progress_bar_config(disable=True)
-    pictures = {}
-    if family.inputs.references:
-        image = torch.rand(1, 3, 12, 16)
-        pictures = {"image": image, "max_area": 12 * 16, "_auto_resize": False}
-    images = pipeline(
-        prompt="a red ball",
-        height=12,
-        width=16,
-        num_inference_steps=3,
-        max_sequence_length=8,
-        output_type="pt",
-        **pictures,
-    ).images
-    assert images.shape == (1, 3, 12, 16)
-    assert images.isfinite().all()
-    torch.testing.assert_close(pipeline.scheduler.sigmas, torch.tensor(build_sigmas(3, 3.0)))
 
 
 def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import TrainableSection
-from longtake.errors import ModelError, RecipeError
+from longtake.errors import RecipeError
 from longtake.flow.shift import ClipSize
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
@@ -160,15 +160,6 @@ def test_names_that_comfyui_may_not_know_are_refused(
 ) -> None:
     with pytest.raises(RecipeError, match=message):
         Flux2().comfyui_name(name, is_lora=is_lora)
-
-
-def test_a_model_that_is_distilled_for_guidance_is_not_run_without_it() -> None:
-    """Diffusers' transformer would run, and answer otherwise. klein has no such input."""
-    (noisy, sigmas, given), model = _inputs(), _model()
-    del given["guidance"]
-    with pytest.raises(ModelError, match=r"FLUX\.2 is distilled .* names no guidance scale"):
-        Flux2().predict_velocity(model, noisy, sigmas, given)
-    assert not Flux2().distils_guidance(release_flux2.transformer(guidance=False))
 
 
 @pytest.mark.parametrize(

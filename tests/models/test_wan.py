@@ -7,13 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from longtake.config import CodecSection, ModelSection, TextSection
+from longtake.config import ModelSection, TextSection
 from longtake.errors import RecipeError
-from longtake.flow.shift import ShiftRule
-from longtake.flow.timesteps import build_sigmas
 from longtake.models.base import LatentShape
-from longtake.models.codec import AutoencoderCodec, PixelCodec, build_codec
-from longtake.models.text import TextEncoder, TransformersText, build_text
+from longtake.models.text import TextEncoder, build_text
 from longtake.models.wan import Wan, original_name
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
@@ -33,19 +30,6 @@ def _text(kind: Any = "transformers") -> TextEncoder:
     return build_text(TextSection(kind=kind, config=config, max_tokens=8), Wan(), _CAPTIONS, None)
 
 
-def _codec() -> AutoencoderCodec:
-    config: dict[str, Any] = {
-        "base_dim": 4,
-        "z_dim": 4,
-        "dim_mult": [1, 1],
-        "num_res_blocks": 1,
-        "temperal_downsample": [True],
-    }
-    codec = build_codec(CodecSection(kind="autoencoder", config=config), Wan.frozen.codec)
-    assert isinstance(codec, AutoencoderCodec)
-    return codec
-
-
 def _model(text: TextEncoder | None = None, **config: Any) -> Any:
     torch.manual_seed(0)
     section = ModelSection(family="wan", config=_TINY | config)
@@ -57,30 +41,6 @@ def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     noisy = torch.randn(2, *_SHAPE, generator=generator)
     embeds = torch.randn(2, 8, 16, generator=generator)
     return noisy, torch.tensor([0.25, 0.9]), {"prompt_embeds": embeds}
-
-
-def test_velocity_is_the_transformers_at_1000_sigma() -> None:
-    """Neither the sign nor the scale of time is changed beyond that."""
-    model, (noisy, sigmas, conditioning) = _model(), _inputs()
-    velocity = Wan().predict_velocity(model, noisy, sigmas, conditioning)
-    raw = model(noisy, torch.tensor([250.0, 900.0]), conditioning["prompt_embeds"]).sample
-    assert velocity.shape == noisy.shape
-    torch.testing.assert_close(velocity, raw)
-
-
-def test_wans_scheduler_steps_along_longtakes_velocity() -> None:
-    """With velocity = noise - latents, the exported scheduler walks from noise to the latents."""
-    from diffusers import UniPCMultistepScheduler
-
-    latents, noise = torch.randn(2, 1, 4, 2, 4, 4)
-    scheduler = UniPCMultistepScheduler(
-        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
-    )
-    scheduler.set_timesteps(4)
-    sample = noise
-    for timestep in scheduler.timesteps:
-        sample = scheduler.step(noise - latents, timestep, sample).prev_sample
-    torch.testing.assert_close(sample, latents, atol=0.01, rtol=0)
 
 
 def test_channels_and_text_width_follow_from_codec_and_encoder() -> None:
@@ -161,41 +121,6 @@ def test_pretrained_weights_are_loaded_and_must_fit(
     both = ModelSection(family="wan", pretrained=str(tmp_path), config={"num_layers": 1})
     with pytest.raises(RecipeError, match=r"model\.config is set, but it would not be used"):
         Wan().build(both, [_SHAPE], _text())
-
-
-def test_an_exported_pipeline_loads(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Silently; it has the same weights and visits longtake's sigmas."""
-    from diffusers import WanPipeline
-
-    text, codec = _text(), _codec()
-    model = _model(text)
-    capfd.readouterr()
-    section = ModelSection(family="wan")
-    Wan().export(section, model, codec, text, ShiftRule(5.0), 5.0, tmp_path)
-    assert capfd.readouterr() == ("", "")
-    pipeline = WanPipeline.from_pretrained(tmp_path)
-    loaded = pipeline.transformer.state_dict()
-    assert loaded.keys() == model.state_dict().keys()
-    assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
-    pipeline.scheduler.set_timesteps(2)
-    sigmas = torch.tensor(build_sigmas(2, 5.0))
-    torch.testing.assert_close(pipeline.scheduler.sigmas, sigmas, atol=2e-3, rtol=0)
-
-
-def test_what_diffusers_has_no_pipeline_for_is_not_exported(tmp_path: Path) -> None:
-    text = _text()
-    assert isinstance(text, TransformersText)
-    with pytest.raises(RecipeError, match=r"needs an autoencoder .* has PixelCodec"):
-        Wan().export(
-            ModelSection(family="wan"),
-            _model(text),
-            PixelCodec(),
-            text,
-            ShiftRule(5.0),
-            5.0,
-            tmp_path / "out",
-        )
-    assert not (tmp_path / "out").exists()
 
 
 def test_bf16_says_nothing_and_stays_close() -> None:

@@ -212,8 +212,18 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
                     f"weights, and their number is not a multiple of {_NF4_BLOCK}, of which each "
                     'block has a scale. Set it to "int8" or "fp8".'
                 )
-    for layer in layers.values():
-        _convert(layer, kind)
+    for linear in layers.values():
+        weight = linear._parameters.pop("weight")
+        assert weight is not None
+        quantized: Any = linear
+        quantized.__class__ = QuantizedLinear
+        quantized.kind, quantized.dtype = kind, weight.dtype
+        shapes = _shapes(kind, *weight.shape)
+        for name, (shape, dtype) in zip(_NAMES[kind], shapes, strict=True):
+            empty = torch.empty(shape, dtype=dtype, device=weight.device)
+            quantized.register_buffer(name, empty, persistent=False)
+        if not weight.is_meta:
+            quantized.load(weight)
 
 
 def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
@@ -223,20 +233,6 @@ def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
         for name, layer in module.named_modules()
         if type(layer) is nn.Linear and not layer.weight.requires_grad
     }
-
-
-def _convert(linear: nn.Linear, kind: Quantization) -> None:
-    weight = linear._parameters.pop("weight")
-    assert weight is not None
-    layer: Any = linear
-    layer.__class__ = QuantizedLinear
-    layer.kind, layer.dtype = kind, weight.dtype
-    shapes = _shapes(kind, *weight.shape)
-    for name, (shape, dtype) in zip(_NAMES[kind], shapes, strict=True):
-        empty = torch.empty(shape, dtype=dtype, device=weight.device)
-        layer.register_buffer(name, empty, persistent=False)
-    if not weight.is_meta:
-        layer.load(weight)
 
 
 def _shapes(

@@ -99,7 +99,7 @@ class StreamedBlocks:
         self._copies = CopyStream(device)
         self._current: int | None = None
         for number, block in enumerate(blocks):
-            block.register_forward_pre_hook(partial(self._before, number))
+            block.register_forward_pre_hook(partial(self._bring, number))
             block.register_forward_hook(partial(self._after, number), with_kwargs=True)
 
     def _new_buffers(self) -> list[_Buffer]:
@@ -127,9 +127,6 @@ class StreamedBlocks:
         for each in self._blocks:
             each.take_away()
 
-    def _before(self, number: int, block: nn.Module, args: object) -> None:
-        self._bring(number, going_back=in_backward())
-
     def _after(
         self, number: int, block: nn.Module, args: Any, given: dict[str, Any], output: Any
     ) -> None:
@@ -141,9 +138,9 @@ class StreamedBlocks:
         inputs = [id(each) for each in (*args, *given.values())]
         for tensor in output if isinstance(output, tuple) else (output,):
             if tensor.requires_grad and id(tensor) not in inputs:
-                tensor.register_hook(lambda _: self._bring(number, going_back=True))
+                tensor.register_hook(partial(self._bring, number))
 
-    def _bring(self, number: int, *, going_back: bool) -> None:
+    def _bring(self, number: int, *_: object) -> None:
         """Put a block's weights into its layers, and start to copy those of the next block."""
         if number == self._current:
             return
@@ -161,21 +158,15 @@ class StreamedBlocks:
             block.views[place] = [each.within(buffer.memory) for each in block.places]
         block.put(block.views[place])
         self._current = number
-        following = self._following(number, going_back=going_back)
+        # After the last block, the backward pass begins with that same block; without gradients,
+        # the next forward pass begins with the first one.
+        following: int | None = number + 1
+        if in_backward():
+            following = number - 1 if number else None
+        elif following == len(self._blocks):
+            following = None if torch.is_grad_enabled() else 0
         if following is not None and self._having(following) is None:
             self._copy(following, besides=buffer)
-
-    def _following(self, number: int, *, going_back: bool) -> int | None:
-        """Return the number of the block that runs next, or None if it is not known.
-
-        After the last block, the backward pass begins with that same block; without gradients, the
-        next forward pass begins with the first one.
-        """
-        if going_back:
-            return number - 1 if number else None
-        if number + 1 < len(self._blocks):
-            return number + 1
-        return None if torch.is_grad_enabled() else 0
 
     def _having(self, number: int) -> _Buffer | None:
         return next((each for each in self._buffers if each.block == number), None)

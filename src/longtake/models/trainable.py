@@ -197,24 +197,19 @@ def merge(model: nn.Module) -> None:
     """Add LoRA to the weights, in new tensors, and remove it; layers get their plain names."""
     for name, layer in list(adapter_layers(model)):
         plain = layer.get_base_layer()
-        merged = _merged(layer, plain.weight.float()).to(plain.weight.dtype)
-        plain.weight = nn.Parameter(merged, requires_grad=False)
+        weight = plain.weight.float()  # [out, in]
+        if not hasattr(layer, "lora_A"):
+            weight = weight + layer.get_delta_weight(ADAPTER).float()
+        else:
+            weight = weight + _lora_update(layer)
+            if ADAPTER in layer.lora_magnitude_vector:  # DoRA gives each row its magnitude
+                magnitude = layer.lora_magnitude_vector[ADAPTER].weight.float()
+                weight = weight * (magnitude / torch.linalg.norm(weight, dim=1))[:, None]
+        plain.weight = nn.Parameter(weight.to(plain.weight.dtype), requires_grad=False)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)
     if hasattr(model, "peft_config"):
         del model.peft_config
-
-
-def _merged(layer: Any, weight: Tensor) -> Tensor:
-    """Compute a layer's merged weight [out, in] fp32; DoRA gives each row its magnitude."""
-    if not hasattr(layer, "lora_A"):
-        update: Tensor = layer.get_delta_weight(ADAPTER)
-        return weight + update.float()
-    weight = weight + _lora_update(layer)
-    if ADAPTER in layer.lora_magnitude_vector:
-        magnitude = layer.lora_magnitude_vector[ADAPTER].weight.float()
-        weight = weight * (magnitude / torch.linalg.norm(weight, dim=1))[:, None]
-    return weight
 
 
 def _lora_update(layer: Any) -> Tensor:

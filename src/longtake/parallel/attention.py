@@ -138,13 +138,9 @@ def attend(
     """Compute attention [B, H, T, d] by a kernel."""
     obtain = THIS_THREAD.obtain if torch.is_grad_enabled() else None
     attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
-        kernel, scores, obtain or _compute, query, key, value
+        kernel, scores, obtain or (lambda compute: compute()), query, key, value
     )
     return attended
-
-
-def _compute(compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-    return compute()
 
 
 class _Attention(torch.autograd.Function):

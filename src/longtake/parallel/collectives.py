@@ -119,8 +119,3 @@ def _exchange_failures(mine: str | None, world: World) -> list[str]:
         return []
     everyone = gather_objects(mine, world, patiently=True)
     return [f"rank {rank}: {each}" for rank, each in enumerate(everyone) if each is not None]
-
-
-def wait_for_all(world: World) -> None:
-    if world.mesh is not None:
-        dist.all_reduce(torch.zeros(1))

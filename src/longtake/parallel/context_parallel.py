@@ -158,15 +158,15 @@ class TokenSharing:
         self, tensor: Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
         """Exchange among the ranks of a ring, without a derivative; see `ring.Exchange`."""
-        raise NotImplementedError
+        refuse_failed_peers()
+        return ring.exchange_in(self._ring)(tensor, sent, received)
 
 
 class TokenExchange(TokenSharing):
     """Token sharing by the ranks of a launch; all of them must construct it."""
 
     def __init__(self, world: mesh.World, num_heads: int) -> None:
-        of_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
-        size = world.sequence_size
+        size, of_node = world.sequence_size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
         sharing = heads_size(num_heads, size, of_node)
         super().__init__(world.rank % size, size, sharing)
         self._groups = mesh.sequence_groups(world, sharing)
@@ -175,17 +175,10 @@ class TokenExchange(TokenSharing):
     def _exchange(
         self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
     ) -> Tensor:
-        given = tensor.contiguous()
         refuse_failed_peers()
-        there = all_to_all_single_autograd(given, received, sent, self._groups[among])
+        there = all_to_all_single_autograd(tensor.contiguous(), received, sent, self._groups[among])
         exchanged: Tensor = wait_tensor(there)  # type: ignore[no-untyped-call]
         return exchanged
-
-    def _begin_exchange(
-        self, tensor: Tensor, sent: list[int], received: list[int]
-    ) -> Callable[[], Tensor]:
-        refuse_failed_peers()
-        return ring.exchange_in(self._ring)(tensor, sent, received)
 
 
 def compute_once(

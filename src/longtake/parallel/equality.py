@@ -63,11 +63,11 @@ _REMEDIES: Mapping[Group, str] = {
 
 def software(recipe: config.Recipe, device: torch.device) -> Facts:
     """Collect this rank's recipe, code, software versions and settings of arithmetic."""
-    found: Facts = {("code", _CODE): process.code_digest("")}
-    found |= {("recipe", key): value for key, value in recipe_keys(recipe).items()}
-    found |= {("version", name): each for name, each in _versions(device).items()}
-    found |= {("setting", name): each for name, each in _settings(device).items()}
-    return found
+    facts: Facts = {("code", _CODE): process.code_digest("")}
+    facts |= {("recipe", key): value for key, value in recipe_keys(recipe).items()}
+    facts |= {("version", name): value for name, value in _versions(device).items()}
+    facts |= {("setting", name): value for name, value in _settings(device).items()}
+    return facts
 
 
 def recipe_keys(recipe: config.Recipe) -> dict[str, str]:
@@ -75,7 +75,7 @@ def recipe_keys(recipe: config.Recipe) -> dict[str, str]:
     values = json.loads(recipe.model_dump_json(exclude_none=True))
     keys = {key: json.dumps(value) for key, value in config.flatten(values)}
     for name in keys.keys() & set(_MAY_BE_SECRET):
-        keys[name] = f"set (sha256 {_digest(keys[name].encode())})"
+        keys[name] = f"set (sha256 {hashlib.sha256(keys[name].encode()).hexdigest()[:12]})"
     return keys
 
 
@@ -105,23 +105,18 @@ def _settings(device: torch.device) -> dict[str, str]:
     return {name: str(value) for name, value in found.items()}
 
 
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:12]
-
-
 def files_read(paths: Mapping[str, Path]) -> Facts:
     """Return size and digest of files, and of files in folders, by the key that names them.
 
     Large files are sampled: the beginning and 256 places. Another training changes all weights.
     """
-    found: Facts = {}
+    facts: Facts = {}
     for name, path in paths.items():
-        files = [path] if path.is_file() else sorted(path.glob("*"))
-        for file in files:
+        for file in [path] if path.is_file() else sorted(path.glob("*")):
             if file.is_file() and file.suffix in _READ_SUFFIXES:
                 label = name if file == path else f"{name}/{file.name}"
-                found["weights", label] = _sampled_digest(file)
-    return found
+                facts["weights", label] = _sampled_digest(file)
+    return facts
 
 
 def _sampled_digest(path: Path) -> str:

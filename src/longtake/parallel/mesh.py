@@ -188,22 +188,21 @@ def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
     waited = re.search(r"Timed out waiting (\d+)ms", str(error))
     if waited is None:
         return None
-    calls = (
-        f"{frame.f_code.co_name} of the process group {_name_group(frame.f_locals.get('group'))}"
-        for frame, _ in traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_filename == dist.distributed_c10d.__file__ and "group" in frame.f_locals
-    )
+    called = "a collective"
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        is_torchs = frame.f_code.co_filename == dist.distributed_c10d.__file__
+        if is_torchs and "group" in frame.f_locals:
+            group = frame.f_locals["group"]
+            is_default = group is None or group is dist.group.WORLD
+            name = "default" if is_default else str(getattr(group, "group_desc", group))
+            called = f"{frame.f_code.co_name} of the process group {name}"
+            break
     return (
         f"Rank {rank} has waited {int(waited[1]) / 1000:g} s in "
-        f"{next(calls, 'a collective')}, and one of the {size} processes has not come: it has "
+        f"{called}, and one of the {size} processes has not come: it has "
         "ended, hangs or is slow. What that one said is the reason; if it was only slow, raise "
         "parallel.timeout_seconds (or long_timeout_seconds for the group patient)."
     )
-
-
-def _name_group(group: object) -> str:
-    is_default = group is None or group is dist.group.WORLD
-    return "default" if is_default else str(getattr(group, "group_desc", group))
 
 
 def tells_of_a_lost_peer(error: Exception) -> bool:
