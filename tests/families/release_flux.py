@@ -1,5 +1,6 @@
 """FLUX.1 and Kontext with random weights, in folders of the releases' layout."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,29 +97,16 @@ _REAL: dict[str, dict[str, Any]] = {
     "text_encoder_2": {"d_model": 4096},
 }
 _ENCODERS = {"text": {"pooled": {}}, "flow": {"shift": "flux"}}
+_row = partial(Row, bucket=(1, 48, 64), unpack=_unpack, keys=_ENCODERS, real=_REAL)
 ROWS = (
-    Row(
-        "FLUX.1",
-        "flux",
-        make,
-        _call,
-        (1, 48, 64),
-        _unpack,
-        keys=_ENCODERS,
-        guidance=3.5,
-        real=_REAL,
-    ),
-    Row(
+    _row("FLUX.1", "flux", make, _call, guidance=3.5),
+    _row(
         "FLUX.1 Kontext",
         "flux_kontext",
         make_kontext,
         _call_kontext,
-        (1, 48, 64),
-        _unpack,
-        ("reference",),
-        "edit by a reference",
-        _ENCODERS,
+        pictures=("reference",),
+        task="edit by a reference",
         guidance=2.5,
-        real=_REAL,
     ),
 )

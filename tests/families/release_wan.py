@@ -1,6 +1,7 @@
 """Wan with random weights, in folders of the releases' layout."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,90 +138,46 @@ _5B = {
     "in_channels": 48,
     "out_channels": 48,
 }
+_row = partial(Row, family="wan", call=_call, bucket=_FRAMES, solver="unipc", keys=_KEYS)
+_from_frame = partial(_row, call=_call_from_frames, pictures=("first",), task="first frame")
 ROWS = (
-    Row(
-        "Wan 2.1 T2V",
-        "wan",
-        make,
-        _call,
-        _FRAMES,
-        solver="unipc",
-        keys=_KEYS,
-        real={"transformer": {}, **_TEXT},
-    ),
-    Row(
+    _row("Wan 2.1 T2V", make=make, real={"transformer": {}, **_TEXT}),
+    _from_frame(
         "Wan 2.1 I2V",
-        "wan",
-        make_i2v_clip,
-        _call_from_frames,
-        _FRAMES,
-        pictures=("first",),
-        task="first frame",
-        solver="unipc",
-        keys=_KEYS,
+        make=make_i2v_clip,
         real={"transformer": _CLIP, "image_encoder": {"hidden_size": 1280}, **_TEXT},
     ),
-    Row(
+    _from_frame(
         "Wan 2.1 FLF2V",
-        "wan",
-        make_flf2v,
-        _call_from_frames,
-        _FRAMES,
+        make=make_flf2v,
         pictures=("first", "last"),
         task="first and last frame",
-        solver="unipc",
-        keys=_KEYS,
         real={
             "transformer": {**_CLIP, "pos_embed_seq_len": 514},
             "image_encoder": {"hidden_size": 1280},
             **_TEXT,
         },
     ),
-    Row(
-        "Wan I2V without CLIP",
-        "wan",
-        make_i2v,
-        _call_from_frames,
-        _FRAMES,
-        pictures=("first",),
-        task="first frame",
-        solver="unipc",
-        keys=_KEYS,
-        real={"transformer": _I2V, **_TEXT},
-    ),
-    Row(
+    _from_frame("Wan I2V without CLIP", make=make_i2v, real={"transformer": _I2V, **_TEXT}),
+    _from_frame(
         "Wan 2.2 TI2V-5B",
-        "wan",
-        make_ti2v,
-        _call_from_frames,
-        (5, 64, 64),
-        pictures=("first",),
-        task="first frame",
-        solver="unipc",
-        keys=_KEYS,
+        make=make_ti2v,
+        bucket=(5, 64, 64),
         real={"transformer": _5B, **_TEXT},
         returns_latents=True,
     ),
-    Row(
+    _row(
         "Wan 2.2 A14B T2V",
-        "wan",
-        make_a14b,
-        _by_experts(_call),
-        _FRAMES,
-        solver="unipc",
+        make=make_a14b,
+        call=_by_experts(_call),
         keys=_KEYS | {"model": {"expert": "high"}},
         guidance_2=_GUIDANCE_2,
         real={"transformer": {}, "transformer_2": {}, **_TEXT},
     ),
-    Row(
+    _from_frame(
         "Wan 2.2 A14B I2V",
-        "wan",
-        make_a14b_i2v,
-        _by_experts(_call_from_frames),
-        _FRAMES,
-        pictures=("first",),
-        task="first frame",
-        solver="unipc",
+        make=make_a14b_i2v,
+        call=_by_experts(_call_from_frames),
         keys=_KEYS | {"model": {"expert": "low"}},
         guidance_2=_GUIDANCE_2,
         real={"transformer": _I2V, "transformer_2": _I2V, **_TEXT},

@@ -28,7 +28,6 @@ from longtake.models.deferred_init import (
     record,
 )
 from longtake.models.numerics import keep_weights_in, main_dtype
-from longtake.models.wan import Wan
 
 _FLUX = "black-forest-labs/FLUX.1-dev"
 _KONTEXT = "black-forest-labs/FLUX.1-Kontext-dev"
@@ -231,35 +230,6 @@ def test_weights_of_another_class_are_refused_too(tmp_path: Path) -> None:
     _wan(tmp_path)
     with pytest.raises(ModelError, match="is of WanTransformer3DModel, but FluxTransformer2DMod"):
         build_transformer(FluxTransformer2DModel, _section(tmp_path), {}, weights=True)
-
-
-@pytest.mark.parametrize("weights", [True, False])
-@pytest.mark.parametrize(
-    ("config", "pipeline", "message"),
-    [
-        (
-            {},
-            {"boundary_ratio": 0.875, "transformer_2": ["diffusers", "WanTransformer3DModel"]},
-            r"has two transformers, each for a part of the noise levels \(boundary_ratio 0\.875\)",
-        ),
-    ],
-)
-def test_a_wan_that_is_not_trained_says_what_it_is(
-    weights: bool, config: dict[str, Any], pipeline: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    """Wan 2.2 A14B, before any weight is read."""
-    _wan(tmp_path)
-    file = tmp_path / "transformer" / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | config))
-    (tmp_path / "model_index.json").write_text(json.dumps(pipeline))
-    with pytest.raises(ModelError, match=message):
-        build_transformer(
-            WanTransformer3DModel,
-            _section(tmp_path),
-            _FITTED,
-            weights=weights,
-            channel_ratios=Wan.channel_ratios,
-        )
 
 
 _CODEC = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}

@@ -138,7 +138,7 @@ def _names_of_blocks(model: nn.Module, family: Family) -> list[str]:
 
 
 def attach(
-    model: nn.Module,
+    model: Any,
     modules: Mapping[str, nn.Module],
     family: Family,
     blocks: Mapping[str, Sequence[str]],
@@ -157,9 +157,8 @@ def attach(
         blocks: names of the blocks of each module.
         dtype: the modules' dtype.
     """
-    host: Any = model
     attachment = _Attachment(modules, dtype, casts=dtype != numerics.main_dtype(model))
-    host.add_module(ADDED, nn.ModuleDict(modules))
+    model.add_module(ADDED, nn.ModuleDict(modules))
     for index, name in enumerate(_names_of_blocks(model, family)):
         own = [each for each in modules if name in blocks[each]]
         if own:
@@ -167,19 +166,18 @@ def attach(
             block.forward = _BlockForward(attachment, family, block, name, index, own)
             attachment.blocks.append(name)
     attachment.hooks = [
-        host.register_forward_pre_hook(attachment.before_model),
-        host.register_forward_hook(attachment.after_model),
+        model.register_forward_pre_hook(attachment.before_model),
+        model.register_forward_hook(attachment.after_model),
     ]
-    host._attachment = attachment
+    model._attachment = attachment
 
 
-def detach(model: nn.Module) -> None:
+def detach(model: Any) -> None:
     """Remove the added modules from a model, if it has any."""
-    host: Any = model
-    if hasattr(host, "_attachment"):
-        for hook in host._attachment.hooks:
+    if hasattr(model, "_attachment"):
+        for hook in model._attachment.hooks:
             hook.remove()
-        for name in host._attachment.blocks:
+        for name in model._attachment.blocks:
             block: Any = model.get_submodule(name)
             before = block.forward.forward
             # `del` uncovers the class's forward; one that was set on the instance before is put
@@ -187,8 +185,8 @@ def detach(model: nn.Module) -> None:
             del block.forward
             if block.forward != before:
                 block.forward = before
-        del host._attachment
-        delattr(host, ADDED)
+        del model._attachment
+        delattr(model, ADDED)
 
 
 def condition(

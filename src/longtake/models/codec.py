@@ -165,13 +165,12 @@ class AutoencoderCodec(_Autoencoder):
 
     chunk = _CHUNK
 
-    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
         super().__init__(autoencoder, is_pretrained)
-        config: Any = autoencoder.config
-        self.channels: int = config["z_dim"]
-        self._mean = _per_channel(config, "latents_mean")
-        self._std = _per_channel(config, "latents_std")
-        self._temporal, self._spatial = _compression(config)
+        self.channels: int = autoencoder.config["z_dim"]
+        self._mean = _per_channel(autoencoder.config, "latents_mean")
+        self._std = _per_channel(autoencoder.config, "latents_std")
+        self._temporal, self._spatial = _compression(autoencoder.config)
 
     @staticmethod
     def complete_config(
@@ -233,17 +232,16 @@ class LTX2Codec(AutoencoderCodec):
     are buffers. Tiles are of 512 x 512 pixels, diffusers' default, 64 of them blended.
     """
 
-    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
         _Autoencoder.__init__(self, autoencoder, is_pretrained)
-        config: Any = autoencoder.config
-        if config["timestep_conditioning"]:
+        if autoencoder.config["timestep_conditioning"]:
             raise RecipeError(
                 "The AutoencoderKLLTX2Video has timestep_conditioning: it decodes noisy latents, "
                 "which longtake does not. Name a release whose autoencoder has none, such as "
                 "Lightricks/LTX-2."
             )
-        self.channels = config["latent_channels"]
-        self._temporal, self._spatial = _ltx2_compression(config)
+        self.channels = autoencoder.config["latent_channels"]
+        self._temporal, self._spatial = _ltx2_compression(autoencoder.config)
         self.chunk = self._temporal
 
     @staticmethod
@@ -267,12 +265,11 @@ class LTX2Codec(AutoencoderCodec):
 class ScaledVideoCodec(AutoencoderCodec):
     """Codec with a frozen `AutoencoderKLHunyuanVideo15`; latents are mode * scaling_factor."""
 
-    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
         _Autoencoder.__init__(self, autoencoder, is_pretrained)
-        config: Any = autoencoder.config
-        self.channels = config["latent_channels"]
-        self._temporal = config["temporal_compression_ratio"]
-        self._spatial = config["spatial_compression_ratio"]
+        self.channels = autoencoder.config["latent_channels"]
+        self._temporal = autoencoder.config["temporal_compression_ratio"]
+        self._spatial = autoencoder.config["spatial_compression_ratio"]
         self.chunk = self._temporal
 
     @staticmethod
@@ -293,16 +290,15 @@ class ImageCodec(_Autoencoder):
     decode. Tiles are of 512 x 512 pixels, 128 of them blended.
     """
 
-    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
         super().__init__(autoencoder, is_pretrained)
-        config: Any = autoencoder.config
         self.chunk = 1
-        self.channels: int = config["latent_channels"]
-        self._shift: float = config.get("shift_factor") or 0.0
-        self._scale: float = config.get("scaling_factor") or 1.0
+        self.channels: int = autoencoder.config["latent_channels"]
+        self._shift: float = autoencoder.config.get("shift_factor") or 0.0
+        self._scale: float = autoencoder.config.get("scaling_factor") or 1.0
         # Each stage but the last halves rows and columns.
-        self._spatial = 2 ** (len(config["block_out_channels"]) - 1)
-        autoencoder.tile_sample_min_size = _IMAGE_TILE  # type: ignore[assignment]
+        self._spatial = 2 ** (len(autoencoder.config["block_out_channels"]) - 1)
+        autoencoder.tile_sample_min_size = _IMAGE_TILE
         autoencoder.tile_latent_min_size = _IMAGE_TILE // self._spatial
 
     @staticmethod
@@ -362,10 +358,9 @@ class PatchedImageCodec(ImageCodec):
     are normalised by the running statistics of the autoencoder's batch norm, which are buffers.
     """
 
-    def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
         super().__init__(autoencoder, is_pretrained)
-        config: Any = autoencoder.config
-        rows, columns = config["patch_size"]
+        rows, columns = autoencoder.config["patch_size"]
         if rows != columns:
             raise RecipeError(
                 f"codec.config.patch_size is {[rows, columns]}: expected as many rows as columns, "
@@ -375,7 +370,7 @@ class PatchedImageCodec(ImageCodec):
         # A patch of pixels of the mode becomes the channels of one latent pixel.
         self.channels *= rows * columns
         self._spatial *= rows
-        self._epsilon: float = config["batch_norm_eps"]
+        self._epsilon: float = autoencoder.config["batch_norm_eps"]
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation [C, 1, 1] of the patched latents."""

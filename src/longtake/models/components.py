@@ -256,13 +256,14 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
     """
     parts, second = chosen_family(recipe.model).frozen, recipe.text.second_encoder()
     located: dict[str, Path] = {}
+
+    def locate(key: str, where: str, folder: str) -> None:
+        located[f"{key}.pretrained {folder}"] = pretrained.locate(where, folder) / folder
+
     if recipe.model.pretrained is not None:
-        folders = [recipe.model.folder()]
-        if recipe.model.expert is not None and recipe.sampling.every is not None:
-            folders = list(config.EXPERT_FOLDERS.values())
-        for folder in folders:
-            path = pretrained.locate(recipe.model.pretrained, folder) / folder
-            located[f"model.pretrained {folder}"] = path
+        is_pair = recipe.model.expert is not None and recipe.sampling.every is not None
+        for folder in config.EXPERT_FOLDERS.values() if is_pair else [recipe.model.folder()]:
+            locate("model", recipe.model.pretrained, folder)
     if not frozen_parts:
         return located
     for key, where, part in (
@@ -276,10 +277,9 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
             continue
         # A release need not have the further parts.
         if part not in parts.further or releases.has_part(where, part):
-            found = releases.find_part(where, part)
-            for subfolder in filter(None, (found.folder, found.tokenizer)):
-                path = pretrained.locate(where, subfolder) / subfolder
-                located[f"{key}.pretrained {subfolder}"] = path
+            there = releases.find_part(where, part)
+            for folder in filter(None, (there.folder, there.tokenizer)):
+                locate(key, where, folder)
     return located
 
 

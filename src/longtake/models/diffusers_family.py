@@ -64,13 +64,11 @@ class DiffusersBlocks(BlockContract):
         # diffusers calls its checkpointing function in place of each block.
         model.enable_gradient_checkpointing(call)  # type: ignore[operator]
 
-    def num_heads(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.num_attention_heads)
+    def num_heads(self, model: Any) -> int:
+        return int(model.config.num_attention_heads)
 
-    def width(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.num_attention_heads * config.attention_head_dim)
+    def width(self, model: Any) -> int:
+        return int(model.config.num_attention_heads * model.config.attention_head_dim)
 
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         return math.prod(shape[1:]) // math.prod(self.patch_size)
@@ -158,21 +156,20 @@ class DiffusersFamily(Family):
         return {}
 
     def predict_velocity(
-        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+        self, model: Any, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        transformer: Any = model
         first, last = self.time_range
         # Sigmas of a range of 1 are not multiplied, so that they are not rounded.
         timesteps = sigmas if last - first == 1 else sigmas * (last - first)
         # The converted latents get no name: a local would keep them alive during the whole call.
         call = self.call(
-            transformer,
-            noisy_latents.to(transformer.dtype),
+            model,
+            noisy_latents.to(model.dtype),
             timesteps if first == 0 else first + timesteps,
             conditioning,
         )
         with numerics.mixed_norms():
-            output = transformer(**call.inputs, return_dict=False)[0]
+            output = model(**call.inputs, return_dict=False)[0]
         velocity = call.read(output)
         return -velocity if self.negates else velocity
 
@@ -244,9 +241,8 @@ class DiffusersFamily(Family):
         shift = self.scheduler.shift(section)
         return Defaults(shift, self.guidance_scale, self.num_inference_steps)
 
-    def distils_guidance(self, model: nn.Module) -> bool:
-        config: Any = model.config
-        return bool(config.get("guidance_embeds", False))
+    def distils_guidance(self, model: Any) -> bool:
+        return bool(model.config.get("guidance_embeds", False))
 
     def export(
         self,
@@ -376,12 +372,12 @@ def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def share_inputs(
-    model: nn.Module, sharing: TokenSharing, dims: Mapping[str, int], lengths: Sequence[str]
+    model: Any, sharing: TokenSharing, dims: Mapping[str, int], lengths: Sequence[str]
 ) -> None:
     """Cut arguments of a transformer between ranks, and gather what its `proj_out` returns.
 
     Args:
-        model: a transformer of diffusers.
+        model: a model of diffusers.
         sharing: the group's token sharing.
         dims: the dimension along which an argument is cut, by its name. What is None or has fewer
             dimensions stays as it is.
@@ -397,15 +393,22 @@ def share_inputs(
         }
         return args, inputs | {n: sharing.cut(inputs[n], dim) for n, dim in has_tokens.items()}
 
-    transformer: Any = model
-    transformer.register_forward_pre_hook(cut, with_kwargs=True)
-    transformer.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+    model.register_forward_pre_hook(cut, with_kwargs=True)
+    model.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
-def share_attention(attention: nn.Module, sharing: TokenSharing) -> None:
-    module: Any = attention
-    processor_class: Any = type(module.processor)
-    module.set_processor(_sharing_class(processor_class)(module.processor, sharing))
+def cut_outputs(module: Any, sharing: TokenSharing, dim: int) -> None:
+    """Cut each of the tensors that a module returns, such as tables of positions, between ranks."""
+
+    def cut(_module: nn.Module, _args: object, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(sharing.cut(table, dim) for table in tables)
+
+    module.register_forward_hook(cut)
+
+
+def share_attention(attention: Any, sharing: TokenSharing) -> None:
+    processor_class: Any = type(attention.processor)
+    attention.set_processor(_sharing_class(processor_class)(attention.processor, sharing))
 
 
 @functools.cache

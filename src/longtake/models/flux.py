@@ -40,13 +40,12 @@ class FluxText(TextContract):
         return super().outline(encoders, max_tokens) | {"pooled_prompt_embeds": vector}
 
 
-def share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+def share_tokens(model: Any, sharing: TokenSharing) -> None:
     """Split the text tokens and the image tokens of each sample between the ranks."""
     dims = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
     lengths = ("encoder_hidden_states", "hidden_states")
     diffusers_family.share_inputs(model, sharing, dims, lengths)
-    flux: Any = model
-    for block in (*flux.transformer_blocks, *flux.single_transformer_blocks):
+    for block in (*model.transformer_blocks, *model.single_transformer_blocks):
         diffusers_family.share_attention(block.attn, sharing)
 
 

@@ -96,11 +96,10 @@ class HunyuanBlocks(DiffusersBlocks):
         return names + [n for n, _ in model.named_parameters() if n.startswith("image_embedder.")]
 
 
-def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     """Split the text tokens and the video tokens of each sample between the ranks."""
-    transformer: Any = model
-    transformer.forward = partial(_forward, model, sharing)
-    for block in transformer.transformer_blocks:
+    model.forward = partial(_forward, model, sharing)
+    for block in model.transformer_blocks:
         diffusers_family.share_attention(block.attn, sharing)
 
 
@@ -290,9 +289,8 @@ def _takes_first(release: releases.Release) -> bool:
     return named == _FROM_FRAME if named else release.config.get("task_type") == "i2v"
 
 
-def _has_first(model: nn.Module) -> bool:
-    config: Any = model.config
-    return bool(config.task_type == "i2v")
+def _has_first(model: Any) -> bool:
+    return bool(model.config.task_type == "i2v")
 
 
 def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:

@@ -68,12 +68,11 @@ class LTX2Inputs(base.InputContract):
         return conditioning.get("first_latents")
 
 
-def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     """Share the video's tokens between the ranks; every rank attends to the whole text."""
     dims = {"hidden_states": 1, "video_coords": 2, "timestep": 1}
     diffusers_family.share_inputs(model, sharing, dims, ["hidden_states"])
-    ltx: Any = model
-    for block in ltx.transformer_blocks:
+    for block in model.transformer_blocks:
         diffusers_family.share_attention(block.attn1, sharing)
 
 

@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -95,14 +96,13 @@ def keep_weights_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 def main_dtype(model: nn.Module) -> torch.dtype:
     """Return the dtype of most of a model's weights; quantised ones count as dequantised."""
-    sizes: dict[torch.dtype, int] = {}
+    sizes = Counter[torch.dtype]()
     for parameter in model.parameters():
-        sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        sizes[parameter.dtype] += parameter.numel()
     for layer in model.modules():
         if isinstance(layer, QuantizedLinear):
-            size = layer.in_features * layer.out_features
-            sizes[layer.dtype] = sizes.get(layer.dtype, 0) + size
-    return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[layer.dtype] += layer.in_features * layer.out_features
+    return sizes.most_common(1)[0][0]
 
 
 def count_weights(model: nn.Module) -> int:

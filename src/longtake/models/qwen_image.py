@@ -38,7 +38,7 @@ class QwenText(TextContract):
         return diffusers_family.pad_texts(texts, max_tokens)
 
 
-def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     """Split the text tokens and the image tokens of each sample between the ranks."""
 
     def count_text(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -53,20 +53,14 @@ def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
             return args, inputs | {name: sharing.cut(inputs[name], 1)}
         return (*args[:-1], sharing.cut(args[-1], 1)), inputs
 
-    def cut_positions(
-        _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        return tuple(sharing.cut(table, 0) for table in tables)  # the images' and the text's
-
-    qwen: Any = model
     lengths = ("encoder_hidden_states", "hidden_states")
     dims = dict.fromkeys((*lengths, "encoder_hidden_states_mask"), 1)
     diffusers_family.share_inputs(model, sharing, dims, lengths)
-    qwen.pos_embed.register_forward_pre_hook(count_text, with_kwargs=True)
-    qwen.pos_embed.register_forward_hook(cut_positions)
-    for block in qwen.transformer_blocks:
+    model.pos_embed.register_forward_pre_hook(count_text, with_kwargs=True)
+    diffusers_family.cut_outputs(model.pos_embed, sharing, 0)  # the images' and the text's
+    for block in model.transformer_blocks:
         diffusers_family.share_attention(block.attn, sharing)
-        if qwen.zero_cond_t:
+        if model.zero_cond_t:
             block.register_forward_pre_hook(cut_index, with_kwargs=True)
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from longtake.config import Bucket
 from longtake.models import base, diffusers_family, pretrained, qwen_image
@@ -118,11 +118,10 @@ def _resized_size(size: tuple[int, int], area: int) -> tuple[int, int]:
     return height, width
 
 
-def _with_token_types(encoder: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+def _with_token_types(encoder: Any, args: Any, given: dict[str, Any]) -> Any:
     if given.get("pixel_values") is None or given.get("mm_token_type_ids") is not None:
         return args, given
-    config: Any = encoder.config
-    types = (given["input_ids"] == config.image_token_id).int()
+    types = (given["input_ids"] == encoder.config.image_token_id).int()
     return args, given | {"mm_token_type_ids": types}
 
 

@@ -11,10 +11,10 @@ from longtake.models.codec import Codec
 def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """Check inputs and buckets against the family and return the buckets' latent shapes."""
     _check_time_and_audio(recipe, chosen)
-    given = recipe.model_inputs()
+    inputs = recipe.model_inputs()
     needed, taken = chosen.inputs.names(recipe.model)
-    for name in (*needed, *(each for each in taken if each in given)):
-        section = given.get(name)
+    for name in (*needed, *(each for each in taken if each in inputs)):
+        section = inputs.get(name)
         is_picture = section is not None and (
             section.kind == "picture"
             or (section.frames is not None and name in chosen.inputs.continues)
@@ -23,14 +23,20 @@ def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[Lat
             has = "does not have it" if section is None else f'has it as "{section.kind}"'
             if section is not None and is_picture:
                 has = "has it with encode = false"
+            or_frames = ""
+            if name in chosen.inputs.continues:
+                or_frames = (
+                    f' Or take it from the clip: {{ kind = "picture", frame = "{name}" }}, or as a '
+                    'video that is continued { kind = "video", frames = 5 }.'
+                )
             raise RecipeError(
                 f"The family {recipe.model.family} needs a reference image named {name} for each "
                 f"clip, encoded, but data.conditioning {has}. Name its files, such as "
                 f'data.conditioning.{name} = {{ kind = "picture", '
-                f'path = "../{name}/{{stem}}.png" }}.{_or_frames(name, chosen)}'
+                f'path = "../{name}/{{stem}}.png" }}.{or_frames}'
             )
-    _refuse_frames(given, recipe, codec)
-    unused = [name for name in given if name not in taken]
+    _refuse_frames(inputs, recipe, codec)
+    unused = [name for name in inputs if name not in taken]
     if unused and not recipe.trainable.modules:  # a module may use any of them
         takes = ", ".join(taken)
         raise RecipeError(
@@ -42,16 +48,6 @@ def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[Lat
     shapes = [latent_shape(codec, bucket, patch) for bucket in recipe.data.shapes()]
     chosen.check(recipe.model, shapes)
     return shapes
-
-
-def _or_frames(name: str, chosen: Family) -> str:
-    if name not in chosen.inputs.continues:
-        return ""
-    own = f'{{ kind = "picture", frame = "{name}" }}'
-    return (
-        f" Or take it from the clip: {own}, or as a video that is continued "
-        '{ kind = "video", frames = 5 }.'
-    )
 
 
 def _refuse_frames(

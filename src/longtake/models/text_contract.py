@@ -94,7 +94,6 @@ class TextContract:
         return {name: inputs[name] for name in self.pictures if name in inputs}
 
 
-def text_width(encoder: nn.Module) -> int:
+def text_width(encoder: Any) -> int:
     """Return the width of a text encoder's hidden states."""
-    config: Any = encoder.config
-    return int(config.get_text_config().hidden_size)
+    return int(encoder.config.get_text_config().hidden_size)

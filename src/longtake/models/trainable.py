@@ -182,10 +182,9 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def adapter_config(model: nn.Module, base: str | None) -> Any:
+def adapter_config(model: Any, base: str | None) -> Any:
     """Return peft's configuration of `lora_state`, with scale 1 and `base` as the base model."""
-    host: Any = model
-    config = copy.deepcopy(host.peft_config[ADAPTER])
+    config = copy.deepcopy(model.peft_config[ADAPTER])
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
     config.inference_mode = True
     config.base_model_name_or_path = base

@@ -91,13 +91,12 @@ class WanInputs(base.InputContract):
 class WanBlocks(DiffusersBlocks):
     """Block contract of Wan, whose patch is an argument of the transformer."""
 
-    def num_tokens(self, model: nn.Module, shape: base.LatentShape) -> int:
-        config: Any = model.config
-        patch: tuple[int, ...] = config.patch_size
+    def num_tokens(self, model: Any, shape: base.LatentShape) -> int:
+        patch: tuple[int, ...] = model.config.patch_size
         return math.prod(shape[1:]) // math.prod(patch)
 
 
-def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
+def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     """Share the video's tokens between the ranks; every rank attends to the whole text."""
 
     def cut_timesteps(
@@ -113,19 +112,13 @@ def _share_tokens(model: nn.Module, sharing: TokenSharing) -> None:
         sharing.begin(tokens.shape[2])
         return sharing.cut(tokens, 2)
 
-    def cut_positions(
-        _module: nn.Module, _args: object, tables: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        return tuple(sharing.cut(table, 1) for table in tables)
-
-    wan: Any = model
-    wan.register_forward_pre_hook(cut_timesteps, with_kwargs=True)
-    wan.patch_embedding.register_forward_hook(cut_patches)
-    wan.rope.register_forward_hook(cut_positions)
-    for block in wan.blocks:
+    model.register_forward_pre_hook(cut_timesteps, with_kwargs=True)
+    model.patch_embedding.register_forward_hook(cut_patches)
+    diffusers_family.cut_outputs(model.rope, sharing, 1)
+    for block in model.blocks:
         diffusers_family.share_attention(block.attn1, sharing)
     # Gather after the last layer that works token by token, whose tokens are narrow.
-    wan.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
+    model.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
 class Wan(diffusers_family.DiffusersFamily):

@@ -36,13 +36,11 @@ class ZImageText(TextContract):
 class ZImageBlocks(DiffusersBlocks):
     """Block contract of Z-Image, whose config has `n_heads` and `dim`."""
 
-    def num_heads(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.n_heads)
+    def num_heads(self, model: Any) -> int:
+        return int(model.config.n_heads)
 
-    def width(self, model: nn.Module) -> int:
-        config: Any = model.config
-        return int(config.dim)
+    def width(self, model: Any) -> int:
+        return int(model.config.dim)
 
 
 class ZImage(diffusers_family.DiffusersFamily):

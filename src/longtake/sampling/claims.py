@@ -202,8 +202,8 @@ class Claims:
         return Attempts(number, found.is_final or number >= self._max)
 
     def ending(self, task: EvaluationTask) -> tuple[str | None, str | None]:
-        newest = next(iter(history(task.claim_path)[-1:]), {})
-        return newest.get("ended"), newest.get("server")
+        record = next(iter(history(task.claim_path)[-1:]), {})
+        return record.get("ended"), record.get("server")
 
     def rests(self, task: EvaluationTask) -> bool:
         """Return true while a failed task must not be tried again."""
@@ -261,15 +261,10 @@ class Claims:
 
 def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempts:
     """Count the failed or lost attempts at a preset (by `preset_key`) in the records of a lease."""
-    counted = [
-        record
-        for number, record in enumerate(records)
-        if record.get("preset_key") == preset
-        and (
-            record.get("ended") == "failed"
-            or (record.get("ended") is None and number < len(records) - 1)
-        )
-    ]
+    # The newest record without an end is of an attempt that goes on.
+    lost = [record for record in records[:-1] if record.get("ended") is None]
+    failed = [record for record in records if record.get("ended") == "failed"]
+    counted = [record for record in (*lost, *failed) if record.get("preset_key") == preset]
     return Attempts(len(counted), any(record.get("final") for record in counted))
 
 
@@ -365,16 +360,12 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
         found = find_damage(task.checkpoint, task.preset.weights, checksums=reads)
         if found:
             return AttemptOutcome("damaged", reason=_damaged(task, found))
-    is_of_the_disk = False
+    is_hopeless = isinstance(error, errors.RecipeError | errors.ModelError | errors.DataError)
     # A disk error behind another error may pass, so that error is not final.
     cause: BaseException | None = error
     while cause is not None:
-        is_of_the_disk |= isinstance(cause, OSError)
+        is_hopeless &= not isinstance(cause, OSError)
         cause = cause.__cause__
-    is_hopeless = (
-        isinstance(error, errors.RecipeError | errors.ModelError | errors.DataError)
-        and not is_of_the_disk
-    )
     may_pass = isinstance(error, errors.PlanError) and not isinstance(error, NotHereError)
     return AttemptOutcome(
         "failed",
