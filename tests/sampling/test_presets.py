@@ -223,8 +223,8 @@ def _wrong(folder: Path, table: str, more: str = "") -> str:
             "",
             r"mine: prompts_file: there is no file none\.txt in .+ or ",
         ),
-        ('ema = "wide"', "", "mine: ema = 'wide', but this run keeps no such .* there are: main"),
-        ('ema = "main"', "ema.decay = 0", "mine: ema = 'main', but .* keeps no averages"),
+        ('ema = "wide"', "", r"mine: .* no EMA profile 'wide'\. It keeps: main\."),
+        ('ema = "main"', "ema.decay = 0", r"mine: .* no EMA profile 'main'\. It keeps: none\."),
     ],
 )
 def test_what_cannot_be_is_said_in_one_sentence(

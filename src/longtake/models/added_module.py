@@ -123,18 +123,14 @@ def block_names(
 
     `key` is the recipe key that names the patterns.
     """
-    names = _names_of_blocks(model, family)
+    by_identity = {id(part): name for name, part in model.named_modules()}
+    names = [by_identity[id(block)] for block in family.blocks(model)]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise RecipeError(
                 f"{key}: {pattern!r} matches no block of the model; {did_you_mean(pattern, names)}"
             )
     return [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-
-
-def _names_of_blocks(model: nn.Module, family: Family) -> list[str]:
-    by_identity = {id(part): name for name, part in model.named_modules()}
-    return [by_identity[id(block)] for block in family.blocks(model)]
 
 
 def attach(
@@ -159,7 +155,7 @@ def attach(
     """
     attachment = _Attachment(modules, dtype, casts=dtype != numerics.main_dtype(model))
     model.add_module(ADDED, nn.ModuleDict(modules))
-    for index, name in enumerate(_names_of_blocks(model, family)):
+    for index, name in enumerate(block_names(model, family, ("*",))):
         own = [each for each in modules if name in blocks[each]]
         if own:
             block: Any = model.get_submodule(name)

@@ -230,7 +230,7 @@ def _build(
         seeds=tuple(dict.fromkeys(section.seeds or (0,))),
         settings=settings,
         bucket=bucket,
-        weights=_preset_weights(recipe, section.ema),
+        weights=weights_to_sample(recipe, profile=section.ema),
         batch_size=section.batch_size or _BATCH_SIZE,
         decoding=section.decoding or "auto",
         measures=section.measures or (),
@@ -337,29 +337,15 @@ def settings_for(
     return settings, changed.data.buckets[0]
 
 
-def _preset_weights(recipe: config.Recipe, profile: str | None) -> str:
-    """Return the part of a checkpoint that a preset samples: `model`, or `ema/` and a profile."""
-    kept = [each.name for each in recipe.ema.averages()]
-    wanted = recipe.ema.sampled() if profile is None else profile
-    if wanted is None or wanted == "none":
-        return "model"
-    if not kept:
-        raise RecipeError(
-            f"ema = {wanted!r}, but this run keeps no averages of its weights. Leave ema out, or "
-            'sample the weights themselves with ema = "none".'
-        )
-    if wanted not in kept:
-        raise RecipeError(
-            f"ema = {wanted!r}, but this run keeps no such EMA profile; "
-            f"{did_you_mean(wanted, kept)}"
-        )
-    return f"ema/{wanted}"
-
-
 def weights_to_sample(
     recipe: config.Recipe, *, ema: bool | None = None, profile: str | None = None
 ) -> str:
-    """Return the part of a checkpoint that options select: `model`, or `ema/` and a profile.
+    """Return the part of a checkpoint to sample: `model`, or `ema/` and a profile.
+
+    Args:
+        recipe: of the run.
+        ema: sample an average, or the weights themselves; None: an average if the run keeps any.
+        profile: the profile that a preset or an option names; "none": the weights themselves.
 
     Raises:
         RecipeError: the options contradict each other, or the run keeps no such average.
@@ -375,12 +361,14 @@ def weights_to_sample(
             "This run keeps no averages of its weights (ema.decay = 0). Leave --ema out: "
             "then the weights themselves are taken."
         )
-    if profile is not None and profile not in kept:
+    if profile not in (None, "none", *kept):
         raise RecipeError(
-            f"This run has no EMA profile {profile!r}. It keeps: {', '.join(kept) or 'none'}."
+            f"This run has no EMA profile {profile!r}. It keeps: {', '.join(kept) or 'none'}. Name "
+            'one of them, or sample the weights themselves: ema = "none" in a preset, --no-ema in '
+            "a command."
         )
-    wanted = profile or recipe.ema.sampled()
-    return "model" if ema is False or wanted is None else f"ema/{wanted}"
+    sampled = profile or recipe.ema.sampled()
+    return "model" if ema is False or sampled in (None, "none") else f"ema/{sampled}"
 
 
 def suffix_of(bucket: config.Bucket) -> str:
