@@ -345,7 +345,7 @@ def test_a_release_without_a_template_is_refused(
         ({"vae/config.json": {}}, "has no subfolder transformer; it has vae. Expected a release"),
         (
             {"config.json": {"_class_name": "FluxControlNetModel"}},
-            "is one part of a release (FluxControlNetModel), and the whole is wanted. Name the fo",
+            "is one part of a release (FluxControlNetModel), and the whole is needed. Name the fo",
         ),
     ],
 )

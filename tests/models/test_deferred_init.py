@@ -212,23 +212,25 @@ def test_a_damaged_config_is_named(text: str | None, message: str, tmp_path: Pat
 @pytest.mark.parametrize(
     ("model_class", "where", "subfolder", "message"),
     [
-        (FluxTransformer2DModel, _SMALL_WAN, "transformer", "of WanTransformer3DModel, but Flux"),
-        (T5EncoderModel, _KONTEXT, "text_encoder", "of clip_text_model, but t5 is wanted"),
-        (UMT5EncoderModel, _KONTEXT, "text_encoder_2", "of t5, but umt5 is wanted"),
-        (AutoencoderKLWan, _KONTEXT, "vae", "of AutoencoderKL, but AutoencoderKLWan is wanted"),
+        (FluxTransformer2DModel, _SMALL_WAN, "transformer", "WanTransformer3DModel, but Flux"),
+        (T5EncoderModel, _KONTEXT, "text_encoder", "clip_text_model, but t5 is needed"),
+        (UMT5EncoderModel, _KONTEXT, "text_encoder_2", "t5, but umt5 is needed"),
+        (AutoencoderKLWan, _KONTEXT, "vae", "AutoencoderKL, but AutoencoderKLWan is needed"),
     ],
 )
 def test_a_part_of_another_class_is_refused(
     model_class: Any, where: str, subfolder: str, message: str
 ) -> None:
     """Defaults would fill in what its configuration does not say."""
-    with pytest.raises(ModelError, match=f"what lies in {subfolder} is {message}"):
+    with pytest.raises(ModelError, match=f"its {subfolder} is of the class {message}"):
         on_meta(model_class, where, subfolder)
 
 
 def test_weights_of_another_class_are_refused_too(tmp_path: Path) -> None:
     _wan(tmp_path)
-    with pytest.raises(ModelError, match="is of WanTransformer3DModel, but FluxTransformer2DMod"):
+    with pytest.raises(
+        ModelError, match="of the class WanTransformer3DModel, but FluxTransformer2DMod"
+    ):
         build_transformer(FluxTransformer2DModel, _section(tmp_path), {}, weights=True)
 
 

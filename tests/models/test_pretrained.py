@@ -69,7 +69,7 @@ def _of_another_size(folder: Path) -> None:
         ),
         (_without_a_tensor, AutoencoderKLWan, r"1 tensors of AutoencoderKLWan .* quant_conv\.bias"),
         (_of_another_size, AutoencoderKLWan, "AutoencoderKLWan"),
-        (_saved, AutoencoderKL, "is of AutoencoderKLWan, but AutoencoderKL is wanted"),
+        (_saved, AutoencoderKL, "is of the class AutoencoderKLWan, but AutoencoderKL is needed"),
     ],
     ids=["no folder", "empty", "variant", "a tensor missing", "another size", "another class"],
 )
@@ -300,7 +300,7 @@ def test_class_and_folder_of_a_part_are_those_of_the_repositorys_index(
 def test_a_class_that_the_family_cannot_use_is_refused(named: list[str], tmp_path: Path) -> None:
     (tmp_path / "model_index.json").write_text(json.dumps({"vae": named}))
     with pytest.raises(
-        ModelError, match=f"names {named[1]} as its vae, but AutoencoderKLWan is wa"
+        ModelError, match=f"names {named[1]} as its vae, but AutoencoderKLWan is ne"
     ):
         find_part(str(tmp_path), Wan.frozen.codec)
 

@@ -1,5 +1,6 @@
 """What is done otherwise on a GPU, run without one: nothing is moved to this device of its type."""
 
+import functools
 import gc
 import os
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 
 from longtake.checkpoint import store
@@ -292,6 +294,10 @@ def test_a_network_of_gpus_is_measured_on_them(
     assert large > checks_network._load_bytes()
 
 
+def _returns(value: Any, *_: Any, **__: Any) -> Any:
+    return value
+
+
 @pytest.mark.parametrize("has_gpu", [True, False])
 def test_captions_are_written_on_a_gpu_where_there_is_one(
     has_gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -308,7 +314,13 @@ def test_captions_are_written_on_a_gpu_where_there_is_one(
 
     (tmp_path / "config.json").touch()
     (tmp_path / "model.safetensors").touch()
-    monkeypatch.setattr(caption_writer, "_load", lambda *_: (SimpleNamespace(), Model()))
+    report = {"missing_keys": (), "mismatched_keys": ()}
+    for name, loaded in (
+        ("AutoProcessor", SimpleNamespace()),
+        ("AutoModelForImageTextToText", (Model(), report)),
+    ):
+        load = functools.partial(_returns, loaded)
+        monkeypatch.setattr(getattr(transformers, name), "from_pretrained", load)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     caption_writer.TransformersCaptioner(str(tmp_path))
     caption_writer.TransformersCaptioner(str(tmp_path), device="cpu")

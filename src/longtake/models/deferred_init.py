@@ -73,11 +73,10 @@ class DeferredWeights:
     program: "InitProgram | None" = None
     """Program that draws the parameters at random."""
 
-    def give_memory(self, model: nn.Module, device: torch.device) -> None:
+    def give_memory(self, model: Any, device: torch.device) -> None:
         """Replace meta tensors by zeros on a device; of a sharded tensor only this rank's shard."""
         if self.parameters:
-            host: Any = model
-            host._apply(
+            model._apply(
                 lambda each: torch.zeros_like(each, device=device) if each.is_meta else each
             )
 

@@ -18,12 +18,12 @@ from longtake.errors import ModelError, RecipeError
 from longtake.models import base, codec, diffusers_family, pretrained, releases
 from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
+from longtake.models.recognition import HUNYUAN_I2V, makes_from_frame
 from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.models.text_contract import DECODER, TextContract, text_width
 from longtake.parallel.context_parallel import TokenSharing
 
-_FROM_FRAME = "HunyuanVideo15ImageToVideoPipeline"
 _GLYPH_TOKENS = 256  # length that the pipelines have for ByT5
 _TEMPLATE_TOKENS = 108  # before a caption, which the pipelines drop
 _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
@@ -213,7 +213,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         model.forward = partial(_forward, model, None)
 
     def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
-        return _FROM_FRAME if "image_encoder" in parts else self.pipeline_class
+        return HUNYUAN_I2V if "image_encoder" in parts else self.pipeline_class
 
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
@@ -284,9 +284,7 @@ class _SizesOfAutoencoder:
 
 
 def _takes_first(release: releases.Release) -> bool:
-    """Return True for an image-to-video release, by its pipeline: both tasks have one class."""
-    named = release.pipeline.get("_class_name")
-    return named == _FROM_FRAME if named else release.config.get("task_type") == "i2v"
+    return makes_from_frame({**release.config, "pipeline": release.pipeline.get("_class_name")})
 
 
 def _has_first(model: Any) -> bool:
@@ -301,7 +299,7 @@ def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
         raise ModelError(
             f"{where}: its guider_config.json has {', '.join([name, *other])}, by which longtake "
             "does not sample; it has plain ClassifierFreeGuidance. Copy the release and correct "
-            "guider/guider_config.json, if the model serves so."
+            "guider/guider_config.json, if the model works with plain guidance."
         )
     return float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
 

@@ -132,12 +132,12 @@ def refuse_other_class(
 ) -> None:
     """Refuse a configuration saved from another class, whose gaps defaults would fill."""
     if hasattr(model_class, "load_config"):  # diffusers
-        saved, wanted = config.get("_class_name"), model_class.__name__
+        saved, needed = config.get("_class_name"), model_class.__name__
     else:
-        saved, wanted = config.get("model_type"), model_class.config_class.model_type
-    if saved is not None and saved != wanted:
+        saved, needed = config.get("model_type"), model_class.config_class.model_type
+    if saved is not None and saved != needed:
         raise ModelError(
-            f"{where}: what lies in {subfolder} is of {saved}, but {wanted} is wanted. Name "
+            f"{where}: its {subfolder} is of the class {saved}, but {needed} is needed. Name "
             "another model, or another model.subfolder, in the recipe."
         )
 
@@ -249,7 +249,7 @@ def _without_part(where: str, folder: Path, subfolder: str) -> ModelError:
         named = config.get("_class_name") or config.get("model_type")
     if named:
         return ModelError(
-            f"{where} is one part of a release ({printable(named)}), and the whole is wanted. "
+            f"{where} is one part of a release ({printable(named)}), and the whole is needed. "
             f"Name the folder or repository that has model_index.json and {subfolder}."
         )
     present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())

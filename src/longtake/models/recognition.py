@@ -59,10 +59,10 @@ def _of(*pipelines: str) -> Callable[[Facts], bool]:
     return lambda facts: facts.get("pipeline") in pipelines
 
 
-def _makes_from_frame(facts: Facts) -> bool:
+def makes_from_frame(facts: Facts) -> bool:
     """Return True for an image-to-video HunyuanVideo 1.5: both tasks have one transformer class."""
-    named = facts["pipeline"]
-    return bool(named == _HUNYUAN_I2V if named else facts.get("task_type") == "i2v")
+    named = facts.get("pipeline")
+    return bool(named == HUNYUAN_I2V if named else facts.get("task_type") == "i2v")
 
 
 def _is_for_720p(facts: Facts) -> bool:
@@ -71,7 +71,7 @@ def _is_for_720p(facts: Facts) -> bool:
 
 _FLUX, _QWEN = "FluxTransformer2DModel", "QwenImageTransformer2DModel"
 _HUNYUAN, _LTX = "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel"
-_HUNYUAN_I2V = "HunyuanVideo15ImageToVideoPipeline"
+HUNYUAN_I2V = "HunyuanVideo15ImageToVideoPipeline"
 _HUNYUAN_HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
 _HUNYUAN_TITLES = (
     "HunyuanVideo 1.5, from a first frame and text to video",
@@ -157,7 +157,7 @@ KINDS = (  # in order: the first that fits is taken
     _qwen(title="Qwen-Image", family="qwen_image", releases=("Qwen/Qwen-Image",)),
     _hunyuan_720(
         title=_HUNYUAN_TITLES[0],
-        fits=lambda facts: _is_for_720p(facts) and _makes_from_frame(facts),
+        fits=lambda facts: _is_for_720p(facts) and makes_from_frame(facts),
         task="first frame",
         releases=(f"{_HUNYUAN_HUB}720p_i2v",),
     ),
@@ -166,7 +166,7 @@ KINDS = (  # in order: the first that fits is taken
     ),
     _hunyuan_480(
         title=_HUNYUAN_TITLES[0],
-        fits=_makes_from_frame,
+        fits=makes_from_frame,
         task="first frame",
         releases=(f"{_HUNYUAN_HUB}480p_i2v",),
     ),

@@ -51,7 +51,7 @@ def scheduler_shift(
         raise ModelError(
             f"{where}: its scheduler_config.json has {', '.join(other)}, by which longtake does "
             "not sample; it shifts evenly spaced sigmas exponentially. Copy the release and remove "
-            "that from scheduler/scheduler_config.json, if the model serves without it."
+            "that from scheduler/scheduler_config.json, if the model works without it."
         )
     names = (*_LINE, "shift_terminal")
     numbers = {name: scheduler[name] for name in names if scheduler.get(name) is not None}

@@ -80,7 +80,7 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
     if expected.folder in named:
         raise ModelError(
             f"{where}: its model_index.json names {named[expected.folder]} as its "
-            f"{expected.folder}, but {' or '.join(expected.class_names)} is wanted. Name another "
+            f"{expected.folder}, but {' or '.join(expected.class_names)} is needed. Name another "
             "repository in the recipe, or another model.family."
         )
     return expected

@@ -71,7 +71,7 @@ def refuse_sharing(parts: Components, recipe: config.Recipe) -> None:
     size = recipe.parallel.context
     if size == 1:
         return
-    asked = f"parallel.context = {size}: so many processes share the tokens of each clip, "
+    asked = f"parallel.context = {size} makes {size} processes share the tokens of each clip, "
     if parts.family.block.share is None:
         raise RecipeError(
             f"{asked}which the family {recipe.model.family} cannot: its captions are of unlike "

@@ -325,7 +325,7 @@ def build_text(
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:
-        DataError: a vocabulary is wanted, but the captions hold no words.
+        DataError: a vocabulary is needed, but the captions hold no words.
         ModelError: encoder or tokenizer cannot be loaded, or is of a class that the family cannot
             use.
         RecipeError: the class does not take the recipe's arguments.

@@ -27,22 +27,20 @@ _TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
 class TubeletBlocks(BlockContract):
     """Block contract of tubelet: the caption's block, then the blocks of all tokens."""
 
-    def of(self, model: nn.Module) -> Sequence[nn.Module]:
-        network = cast("TubeletTransformer", model)
-        return [network.caption_block, *network.blocks]
+    def of(self, model: Any) -> Sequence[nn.Module]:
+        return [model.caption_block, *model.blocks]
 
-    def call_by(self, model: nn.Module, call: Callable[..., Any]) -> None:
-        cast("TubeletTransformer", model).block_caller = call
+    def call_by(self, model: Any, call: Callable[..., Any]) -> None:
+        model.block_caller = call
 
-    def num_heads(self, model: nn.Module) -> int:
-        return cast("TubeletTransformer", model).caption_block.attention.num_heads
+    def num_heads(self, model: Any) -> int:
+        return int(model.caption_block.attention.num_heads)
 
-    def width(self, model: nn.Module) -> int:
-        return cast("TubeletTransformer", model).tube_in.out_features
+    def width(self, model: Any) -> int:
+        return int(model.tube_in.out_features)
 
-    def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
-        network = cast("TubeletTransformer", model)
-        return math.prod(shape[1:]) // math.prod(network.patch_size)
+    def num_tokens(self, model: Any, shape: LatentShape) -> int:
+        return int(math.prod(shape[1:]) // math.prod(model.patch_size))
 
 
 class Tubelet(Family):

@@ -335,15 +335,12 @@ def new_group(world: World, name: str) -> dist.ProcessGroup:
 def recorder_environment(folder: Path) -> dict[str, str]:
     """Return environment variables that make NCCL's flight recorder write dumps on request.
 
-    Names of torch 2.13, and of torch before 2.9 where they were renamed. They are read when the
-    process group is created; variables that the user has set should be kept.
+    They are read when the process group is created; variables that the user has set should be kept.
     """
     dump, pipe = folder / node_dir.FLIGHT_FILE_PREFIX, folder / node_dir.FLIGHT_PIPE_PREFIX
     return {
         "TORCH_FR_BUFFER_SIZE": str(_FLIGHT_RECORDER_SIZE),
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": str(_FLIGHT_RECORDER_SIZE),
         "TORCH_FR_DUMP_TEMP_FILE": str(dump),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(dump),
         "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(pipe),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_NCCL_ENABLE_MONITORING": "1",
