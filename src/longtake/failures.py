@@ -159,7 +159,10 @@ def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) ->
     end = begun + seconds
     while True:
         found = failures_of_launch(run, own.launch)
-        gone = next(_gone(run, own), None)
+        # Ranks of this node and launch whose process is gone without having ended.
+        ranks = (each for each in read_heartbeats(heartbeat_dir(run.path)) if each.role == "rank")
+        running = (each for each in ranks if each.launch == own.launch and each.phase != "ended")
+        gone = next((each for each in running if not each.is_alive), None)
         is_known = bool(found) and found[0].source != "watcher"
         if is_known or time.monotonic() >= end:
             break
@@ -171,14 +174,6 @@ def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) ->
     if gone is None:
         return _on_silent_node(run, own.launch, before, time.monotonic() - begun)
     return failure_of(gone, "killed", "its process is gone without a record: killed?")
-
-
-def _gone(run: RunDirectory, own: Heartbeat) -> Iterator[Heartbeat]:
-    """Yield the ranks of this node and launch whose process is gone without having ended."""
-    for each in read_heartbeats(heartbeat_dir(run.path)):
-        is_of_launch = each.role == "rank" and each.launch == own.launch
-        if is_of_launch and each.phase != "ended" and not each.is_alive:
-            yield each
 
 
 def _on_silent_node(
@@ -196,12 +191,10 @@ def _on_silent_node(
     """
     beats = {h: each for h, each in node_heartbeats(run).items() if each.get("launch") == launch}
     silent = [h for h, each in beats.items() if h in before and not has_beaten(before[h], each)]
-    lost = [
-        (h, rank) for h in silent if not beats[h].get("ended") for rank in beats[h].get("ranks", ())
-    ]
+    lost = [h for h in silent if not beats[h].get("ended") and beats[h].get("ranks")]
     if not lost or len(silent) == len(beats):
         return None
-    host, rank = lost[0]
+    host, rank = lost[0], beats[lost[0]]["ranks"][0]
     facts = {name: rank[name] for name in ("rank", "world_size", "launch", "pid", "step", "phase")}
     error = f"{host} has given no sign of life for {seconds:.0f} s: is it lost?"
     return RankFailure(**facts, kind="killed", error=error, host=host)

@@ -316,9 +316,19 @@ class HeartbeatWriter:
                 page.sequence += 1
 
     def _share(self) -> None:
+        aside = self.path.with_suffix(".new")
         for _ in range(2):  # the watcher of an ended run may remove the empty folder meanwhile
+            # No room, no permission, or another user's folder: the page stays private.
             with suppress(OSError, errors.RunError):
-                self._page = HeartbeatPage.from_buffer(_shared(self.path, bytes(self._page)))
+                make_private_dir(self.path.parent)
+                with os.fdopen(open_private(aside), "wb+") as file:
+                    # Writing to a mapped page that has no memory would kill this process.
+                    os.posix_fallocate(file.fileno(), 0, _SIZE)
+                    memory = mmap.mmap(file.fileno(), _SIZE)
+                # Renamed when it is filled, so that no reader sees a page of zeros.
+                memory[: ctypes.sizeof(HeartbeatPage)] = bytes(self._page)
+                aside.rename(self.path)
+                self._page = HeartbeatPage.from_buffer(memory)
                 break
 
     def _add_duration(self, phase: Phase, nanoseconds: int) -> None:
@@ -335,24 +345,6 @@ class HeartbeatWriter:
 
 def _first(text: str) -> bytes:
     return text.encode(errors="replace")[:_DETAIL_BYTES]
-
-
-def _shared(path: Path, page: bytes) -> mmap.mmap:
-    """Map a new file that holds `page` before it appears under its final name.
-
-    Raises:
-        OSError: no room, or no permission.
-        RunError: the folder belongs to another user.
-    """
-    make_private_dir(path.parent)
-    aside = path.with_suffix(".new")
-    with os.fdopen(open_private(aside), "wb+") as file:
-        os.posix_fallocate(file.fileno(), 0, _SIZE)  # writing to a page without memory kills
-        memory = mmap.mmap(file.fileno(), _SIZE)
-    # Renamed when it is filled, so that no reader sees a page of zeros.
-    memory[: len(page)] = page
-    aside.rename(path)
-    return memory
 
 
 # --- This process's own writer. Without one, the functions below do nothing, so that the code that

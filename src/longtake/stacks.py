@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -208,19 +208,16 @@ def parse_faulthandler(pid: int, text: str, state: str = "") -> StackDump:
     return StackDump(pid, state, "faulthandler" if found else "none", found, text)
 
 
-def _py_spy_options(state: str, native: bool) -> Iterator[tuple[str, ...]]:
-    """Yield py-spy's options in the order to try them.
+def _py_spy_options(state: str, native: bool) -> tuple[tuple[str, ...], ...]:
+    """Return py-spy's options in the order to try them.
 
     Some come twice: reading a running process may fail once and succeed the next time.
     """
     if state in ("", "Z"):
-        return
+        return ()
     if state in _STOPPED:
-        yield from (_NONBLOCKING, _NONBLOCKING)
-    elif native:
-        yield from (_NATIVE, _NONBLOCKING, _PLAIN)
-    else:
-        yield from (_NONBLOCKING, _NONBLOCKING, _PLAIN)
+        return _NONBLOCKING, _NONBLOCKING
+    return _NATIVE if native else _NONBLOCKING, _NONBLOCKING, _PLAIN
 
 
 def _by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[ThreadStack, ...] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from longtake.checkpoint import store
 from longtake.cluster import checks_network
-from longtake.config import ParallelSection
+from longtake.config import ParallelSection, Recipe
 from longtake.errors import ModelError, PlanError
 from longtake.evaluation import server
 from longtake.models import caption_writer, codec, streamed, text
@@ -91,14 +91,14 @@ class _Text:
 
 
 @pytest.mark.parametrize(("device", "batches"), [(_GPU, [3]), (torch.device("cpu"), [1, 1, 1])])
-def test_captions_are_encoded_together_on_a_gpu(device: torch.device, batches: list[int]) -> None:
-    text: Any = _Text()
-    encoded = latent_cache._caption_encoder(text, device)(["a", "bb", "ccc"])
-    assert [int(each["lengths"]) for each in encoded] == [1, 2, 3]
-    assert text.batches == batches
-    with latent_cache._on_device(text, device):
-        pass
-    assert text.places == [device.type, "cpu"]
+def test_captions_are_encoded_together_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, batches: list[int]
+) -> None:
+    text, recipe = _Text(), cast("Recipe", None)
+    monkeypatch.setattr(latent_cache, "_text", lambda *_: text)
+    encode = latent_cache._load_caption_encoder(recipe, Path(), device)
+    assert [int(each["lengths"]) for each in encode(["a", "bb", "ccc"])] == [1, 2, 3]
+    assert (text.batches, text.places) == (batches, [device.type])
 
 
 def test_a_part_that_no_gpu_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -697,14 +697,14 @@ from longtake.data import cache_fill
 fill, counted = cache_fill.fill_latents, itertools.count()
 
 
-def fill_in_part(cache, clips, encode, *others):
+def fill_in_part(cache, clips, encode, *others, **named):
     def encode_or_hang(*part):
         if next(counted) == 8:
             Path(__file__).with_name("hangs").touch()
             time.sleep(3600)
         return encode(*part)
 
-    fill(cache, clips, encode_or_hang, *others)
+    fill(cache, clips, encode_or_hang, *others, **named)
 
 
 cache_fill.fill_latents = fill_in_part

@@ -52,9 +52,6 @@ _LEFT_BEHIND = re.compile(r"(parts|sign)-[0-9a-f]{16}|\.[0-9a-f]{16}\.partial\.s
 _THREADS = 4
 
 
-_Stamp = tuple[int, int]
-
-
 @dataclass(frozen=True)
 class CacheFailure:
     """Reason why a window is not in the cache: it or a further input of it cannot be decoded."""
@@ -116,12 +113,9 @@ class Cache:
         return latents.bfloat16().float() if is_rounded else latents
 
     @cached_property
-    def _hashes(self) -> "ContentHashes":
+    def hashes(self) -> "ContentHashes":
+        """Content hashes of the files of further inputs."""
         return ContentHashes(self.folder / "hashes")
-
-    def hash_of_file(self, path: str) -> str:
-        """Return the content hash of a further input's file; raises as `ContentHashes.of` does."""
-        return self._hashes.of(path)
 
     def parts(self, clip: Clip, window: Window, captions: Iterable[str] = ()) -> list[SamplePart]:
         """Return all cache entries of a sample, except captions that are encoded without pictures.
@@ -194,7 +188,7 @@ class Cache:
             facts += [wanted.untagged] if wanted.is_untagged and wanted.untagged != "bt601" else []
             return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
-        facts = [self._hashes.of(wanted.media.path) if values is None else values]
+        facts = [self.hashes.of(wanted.media.path) if values is None else values]
         # The crop follows from the clip's size as well as its own, so both are part of the key.
         if isinstance(wanted, ConditioningPixels):
             facts += [wanted.kind, wanted.clip_height, wanted.clip_width]
@@ -339,9 +333,18 @@ class ContentHashes:
         self._folder = folder
         self._hash_of = hash_of or (lambda path: content_hash(Media(path)))
         self._mine = folder / f"{secrets.token_hex(8)}.jsonl"
-        self._known: dict[str, tuple[_Stamp, str]] | None = None
-        self._asked = set[str]()
+        self._of_stores: dict[str, str] = {}
         self._lock = threading.Lock()
+
+    @cached_property
+    def _known(self) -> dict[str, tuple[tuple[int, int], str]]:
+        """Size, time and hash by path, as all processes have recorded them."""
+        known = {}
+        for file in sorted(self._folder.glob("*.jsonl")):
+            with suppress(RecordError):
+                for record in read_records(file, tuple[str, int, int, str]):
+                    known[record[0]] = record[1:3], record[3]
+        return known
 
     def of(self, path: str) -> str:
         """Return a file's hash, as hex digits.
@@ -349,16 +352,28 @@ class ContentHashes:
         Raises:
             ClipError: the file does not exist, is empty or cannot be read.
         """
-        known = self._remembered()
-        if path in self._asked:  # a store is asked once per process: each request costs time
-            return known[path][1]
-        stamp = _stamp(path)
-        if (found := known.get(path)) and found[0] == stamp:
-            self._asked |= {path} if "://" in path else set()
-            return found[1]
+        if path in self._of_stores:  # a store is asked once per process: each request costs time
+            return self._of_stores[path]
+        media = Media(path)
+        if media.is_remote:
+            media = stores.measured(media)
+            stamp = media.num_bytes or 0, media.stamp
+        else:
+            try:
+                status = Path(path).stat()
+            except OSError as error:
+                reason = (
+                    "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
+                )
+                raise ClipError(path, f"{reason or error}") from error
+            stamp = status.st_size, status.st_mtime_ns
+        if (known := self._known.get(path)) and known[0] == stamp:
+            if media.is_remote:
+                self._of_stores[path] = known[1]
+            return known[1]
         content = self._hash_of(path)
         with self._lock:
-            known[path] = stamp, content
+            self._known[path] = stamp, content
             with suppress(OSError):  # on failure, a later process reads the file again
                 if not self._mine.exists():
                     claim_folder(self._folder.parent, [self._folder.name])
@@ -366,16 +381,6 @@ class ContentHashes:
                 with self._mine.open("ab") as file:
                     file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
         return content
-
-    def _remembered(self) -> dict[str, tuple[_Stamp, str]]:
-        with self._lock:
-            if self._known is None:
-                self._known = {}
-                for file in sorted(self._folder.glob("*.jsonl")):
-                    with suppress(RecordError):
-                        for record in read_records(file, tuple[str, int, int, str]):
-                            self._known[record[0]] = record[1:3], record[3]
-            return self._known
 
 
 def make_folder(folder: Path) -> None:
@@ -395,16 +400,3 @@ def make_folder(folder: Path) -> None:
                     remove_tree(left) if left.is_dir() else left.unlink()
     except OSError as error:
         raise cannot_write(folder, error) from error
-
-
-def _stamp(path: str) -> _Stamp:
-    media = Media(path)
-    if media.is_remote:
-        media = stores.measured(media)
-        return media.num_bytes or 0, media.stamp
-    try:
-        status = Path(path).stat()
-    except OSError as error:
-        reason = "does not exist" if isinstance(error, FileNotFoundError) else error.strerror
-        raise ClipError(path, f"{reason or error}") from error
-    return status.st_size, status.st_mtime_ns

@@ -61,6 +61,10 @@ class CacheItem(NamedTuple):
     shape: Bucket
     sources: tuple[str, ...] = ()  # names of the recipe's sources that contain the clip
 
+    def item(self) -> "CacheItem":
+        """Return this item, as `_Row.item` does."""
+        return self
+
     def parts(self, cache: Cache, window: Window) -> list[SamplePart]:
         """Return the parts of all samples that can use a window of this clip."""
         captions = [cache.no_caption]
@@ -214,7 +218,13 @@ def fill_prompts(
             # Checked again just before encoding, as other processes may be filling the same cache.
             missing = [caption for caption in some if not writer.holds(cache.prompt(caption))]
             for caption, tensors in zip(missing, encode(missing), strict=True):
-                _refuse_caption(caption, tensors)
+                if _not_finite(tensors):
+                    raise DataError(
+                        "The text encoder gives NaN or infinite numbers for the caption "
+                        f"{caption!r:.200}; nothing of it was written to the cache. If other "
+                        "captions fail too, its weights are damaged or their precision is too low "
+                        "(text.dtype); else change this caption."
+                    )
                 stored = {name: cache.stored(tensor) for name, tensor in tensors.items()}
                 writer.add(cache.prompt(caption), stored)
                 report.computed["prompts"] += 1
@@ -240,9 +250,6 @@ def fill_latents(
     """
     data, under_way = cache.data, deque[tuple[Window, list[_Reading]]]()
     limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
-    firsts = (each.item() if isinstance(each, _Row) else each for each in clips[:3])
-    # Examples tell a clip that is gone from a store that is down.
-    some = [each.clip.media for each in firsts]
     with (
         decode_worker.DecodePool(
             data.workers,
@@ -250,12 +257,13 @@ def fill_latents(
             memory_gib=memory,
             heartbeats=heartbeats,
             store=data.store,
-            examples=tuple(media for media in some if media.is_remote),
+            # Examples tell a clip that is gone from a store that is down.
+            examples=tuple(each.item().clip.media for each in clips[:3]),
         ) as pool,
         PackWriter(cache.packs) as writer,
     ):
         for done, each in enumerate(_shuffled(clips)):
-            item: CacheItem = each.item() if isinstance(each, _Row) else each
+            item = each.item()
             for window in buckets.all_windows(item.clip, item.shape, data):
                 parts = [
                     _Reading(part, {name: pool.submit(each) for name, each in part.reads.items()})
@@ -340,7 +348,7 @@ def run_encode_task(
             of_pack = min(_MAX_ITEMS, int(PACK_BYTES / max(each, 1.0)))
             sizes.append(max(1, min(of_pack, len(missing) // _NUM_SHARES)))
             some = missing[start : start + sizes[-1]]
-            yield [one.item() if isinstance(one, _Row) else one for one in some]
+            yield [one if isinstance(one, str) else one.item() for one in some]
             start += len(some)
 
     with closing(tasks.run_tasks(task, shares(), on=on, workers=workers)) as reports:
@@ -410,12 +418,12 @@ def _changes(
     windows = list(buckets.all_windows(clip, item.shape, data))
     name = ""
     try:
-        content.check_unchanged(clip.media, hash_of_file=cache.hash_of_file)
+        content.check_unchanged(clip.media, hash_of_file=cache.hashes.of)
         for name, wanted in conditioning_of(  # noqa: B007 - the handler names it
             clip, windows[0], data.conditioning
         ).items():
             media = input_files.with_known(wanted, known_inputs).media
-            content.check_unchanged(media, hash_of_file=cache.hash_of_file)
+            content.check_unchanged(media, hash_of_file=cache.hashes.of)
     except ClipError as error:
         why = conditioning_error(windows[0], name, error) if name else error
         failure = CacheFailure(clip.identity, str(why.path), why.reason)
@@ -475,22 +483,16 @@ def _tensors(
     return {name: cache.stored(each) for name, each in encode(part, read).items()}
 
 
-def _refuse_caption(caption: str, tensors: Mapping[str, Tensor]) -> None:
-    if all(bool(each.isfinite().all()) for each in tensors.values()):
-        return
-    raise DataError(
-        f"The text encoder gives NaN or infinite numbers for the caption {caption!r:.200}; nothing "
-        "of it was written to the cache. If other captions fail too, its weights are damaged or "
-        "their precision is too low (text.dtype); else change this caption."
-    )
+def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """Name the tensors with values that are not finite."""
+    return [name for name, each in tensors.items() if not bool(each.isfinite().all())]
 
 
 def refuse_not_finite(media: Media, tensors: Mapping[str, Tensor]) -> None:
     """Raise ClipError if an encoded tensor of a clip is not finite."""
-    for name, each in tensors.items():
-        if each.is_floating_point() and not bool(each.isfinite().all()):
-            kind = "NaN" if bool(each.isnan().any()) else "infinite"
-            raise ClipError(str(media), f"{NOT_FINITE} {name} that are {kind}")
+    for name in _not_finite(tensors):
+        kind = "NaN" if bool(tensors[name].isnan().any()) else "infinite"
+        raise ClipError(str(media), f"{NOT_FINITE} {name} that are {kind}")
 
 
 def _shuffled(items: Sequence[_T]) -> Iterable[_T]:

@@ -30,7 +30,8 @@ class ClipCache:
 
     def open(self, media: Media, num_bytes: int, write: Callable[[int], None]) -> tuple[int, int]:
         """Return the clip's file as (descriptor, size); `write` fills it if it is missing."""
-        name = f"{self._name(media, num_bytes)}.clip"
+        facts = (media.path, media.member, media.offset, num_bytes, media.stamp)
+        name = f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}.clip"
         with suppress(FileNotFoundError):
             descriptor = os.open(self.folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             if os.fstat(descriptor).st_size == num_bytes:
@@ -50,10 +51,6 @@ class ClipCache:
             part.unlink(missing_ok=True)
             raise
         return descriptor, num_bytes
-
-    def _name(self, media: Media, num_bytes: int) -> str:
-        facts = (media.path, media.member, media.offset, num_bytes, media.stamp)
-        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def _admit(self, part: Path, name: str, num_bytes: int) -> None:
         """Make room for a file and give it its name, while holding the lock on `total`."""

@@ -9,7 +9,7 @@ import csv
 import io
 import os
 import posixpath
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -286,7 +286,11 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
         over = "black" if wanted.kind == "mask" else "white"  # transparent: masked out
         content[...] = _fitted(wanted, read_image(wanted.media, over))[:, None]
     elif wanted.kind == "picture":
-        content[:, 0] = _fitted(wanted, _first_frame(wanted.media, wanted.untagged))
+        with opened(wanted.media) as (container, stream):
+            frames = decoded(wanted.media, container, stream, untagged=wanted.untagged)
+            if (frame := next(frames, None)) is None:
+                raise ClipError(str(wanted.media), "holds no frame")
+            content[:, 0] = _fitted(wanted, in_square_pixels(wanted.media, stream, frame))
     else:
         _read_frames(wanted, content)
     return content
@@ -312,13 +316,6 @@ def _pictures(media: Media) -> Iterator[NDArray[np.uint8]]:
     with opened(media) as (container, stream):
         for frame in decoded(media, container, stream):
             yield np.asarray(frame.to_ndarray(format="gray"), np.uint8)
-
-
-def _first_frame(media: Media, untagged: str) -> NDArray[np.uint8]:
-    with opened(media) as (container, stream):
-        for frame in decoded(media, container, stream, untagged=untagged):
-            return in_square_pixels(media, stream, frame)
-    raise ClipError(str(media), "holds no frame")
 
 
 def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -443,45 +440,34 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
 
 def _read_numbers(media: Media) -> NDArray[np.float64]:
     """Return the numbers of a JSON, CSV or npy file in their own shape."""
-    if not media.is_remote:
-        with stores.local(media):  # checks that the file is unchanged
-            path = Path(media.path)
-            return _numbers_of(path, lambda path: read_regular(path, _MAX_NUMBERS_BYTES))
-    whole = stores.measured(media)
-    if (whole.num_bytes or 0) > _MAX_NUMBERS_BYTES:
-        raise ClipError(str(media), f"has more than {_MAX_NUMBERS_BYTES:,} bytes")
-    with stores.local(whole) as here:
-        content = here.file.read_bytes()
-    try:
-        return _numbers_of(Path(media.path), lambda _: content)
-    except ClipError as error:
-        raise ClipError(str(media), error.reason) from error
-
-
-def _numbers_of(path: Path, content_of: Callable[[Path], bytes]) -> NDArray[np.float64]:
-    readers = dict(zip(NUMBERS_SUFFIXES, (_read_json, _read_csv, _read_npy), strict=True))
-    reader = readers.get(path.suffix.lower())
-    if reader is None:
+    suffix = PurePath(media.path).suffix.lower()
+    if suffix not in NUMBERS_SUFFIXES:
         known = ", ".join(NUMBERS_SUFFIXES)
-        raise ClipError(str(path), f"ends in {path.suffix or 'nothing'}; expected {known}")
-    try:
-        return np.ascontiguousarray(reader(content_of(path), path), np.float64)
-    except RecordError as error:
-        raise ClipError(str(path), f"no list of numbers: {error.reason}") from error
-    except FileNotFoundError as error:
-        raise ClipError(str(path), "does not exist") from error
-    except OSError as error:
-        raise ClipError(str(path), f"cannot be read: {error.strerror or error}") from error
-    except (ValueError, TypeError, ArithmeticError, MemoryError, EOFError, csv.Error) as error:
-        raise ClipError(str(path), f"no list of numbers: {error}") from error
+        raise ClipError(str(media), f"ends in {suffix or 'nothing'}; expected {known}")
+    if media.is_remote:
+        media = stores.measured(media)
+        if (media.num_bytes or 0) > _MAX_NUMBERS_BYTES:
+            raise ClipError(str(media), f"has more than {_MAX_NUMBERS_BYTES:,} bytes")
+    with stores.local(media) as here:  # checks that a file is unchanged
+        try:
+            data = read_regular(here.file, _MAX_NUMBERS_BYTES)
+            if suffix == ".json":
+                kind: Any = list[float] | list[list[float]] | list[list[list[float]]]
+                numbers = np.array(parse_record(data, kind, here.file))
+            else:
+                numbers = _read_csv(data) if suffix == ".csv" else _read_npy(data)
+            return np.ascontiguousarray(numbers, np.float64)
+        except RecordError as error:
+            raise ClipError(str(media), f"no list of numbers: {error.reason}") from error
+        except FileNotFoundError as error:
+            raise ClipError(str(media), "does not exist") from error
+        except OSError as error:
+            raise ClipError(str(media), f"cannot be read: {error.strerror or error}") from error
+        except (ValueError, TypeError, ArithmeticError, MemoryError, EOFError, csv.Error) as error:
+            raise ClipError(str(media), f"no list of numbers: {error}") from error
 
 
-def _read_json(data: bytes, path: Path) -> NDArray[Any]:
-    kind = list[float] | list[list[float]] | list[list[list[float]]]
-    return np.array(parse_record(data, kind, path))  # type: ignore[arg-type]  # a union is a type
-
-
-def _read_csv(data: bytes, path: Path) -> NDArray[Any]:
+def _read_csv(data: bytes) -> NDArray[Any]:
     """Return the rows of a CSV file; a first row without numbers is a heading."""
     # utf-8-sig drops the byte order mark that spreadsheets write.
     rows = [row for row in csv.reader(io.StringIO(data.decode("utf-8-sig")), strict=True) if row]
@@ -498,7 +484,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _read_npy(data: bytes, path: Path) -> NDArray[Any]:
+def _read_npy(data: bytes) -> NDArray[Any]:
     found = np.load(io.BytesIO(data), allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "fiu":
         raise ValueError(f"it holds {getattr(found, 'dtype', 'several arrays')}")

@@ -6,11 +6,13 @@ hashed then, once per process.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 
 from longtake.data.clip import Media
 from longtake.errors import ClipError
+from longtake.fsio import version_of
 
 _READ_BYTES = 4 * 2**20
 _MAX_UNEVEN = 100_000  # frames by which a span's start may differ from that at an even rate
@@ -27,8 +29,8 @@ def check_unchanged(
 ) -> None:
     """Raise ClipError if a local file differs from what was indexed.
 
-    Media that no catalog names are not checked, and a missing file is left to its reader.
-    `hash_of_file` returns the hash of a whole file from a lasting record.
+    Media that no catalog names are not checked, and a missing file is left to its reader. See
+    `known_hash` for `hash_of_file`.
     """
     indexed = media.indexed
     if indexed is None or indexed.file_bytes is None:
@@ -41,8 +43,24 @@ def check_unchanged(
         raise changed(media, f"{status.st_size:,} bytes instead of {indexed.file_bytes:,}")
     if status.st_mtime_ns == indexed.mtime_ns or not indexed.identity:
         return
-    key = media.path, media.offset, media.num_bytes, status.st_size, status.st_mtime_ns
-    if (found := _hashes.get(key)) is None:
+    if not is_indexed(media, known_hash(media, progress, hash_of_file)):
+        raise changed(media, "another content")
+
+
+def known_hash(
+    media: Media,
+    progress: Callable[[], object] = lambda: None,
+    hash_of_file: Callable[[str], str] | None = None,
+) -> str:
+    """Return the content hash of a file on disk, which is read once per process and version.
+
+    `hash_of_file` returns the hash of a whole file from a lasting record.
+    """
+    version = None
+    with suppress(OSError):  # reading a missing file raises the error with the reason
+        version = version_of(media.file.stat())
+    key = media.file, media.offset, media.num_bytes, version
+    if key not in _hashes:
         if hash_of_file and media.num_bytes is None:
             found = hash_of_file(media.path)
         else:
@@ -50,8 +68,7 @@ def check_unchanged(
         if len(_hashes) >= _MAX_KNOWN:
             _hashes.clear()
         _hashes[key] = found
-    if not is_indexed(media, found):
-        raise changed(media, "another content")
+    return _hashes[key]
 
 
 def changed(media: Media, how: str) -> ClipError:
@@ -110,10 +127,13 @@ def content_hash(media: Media, progress: Callable[[], object] = lambda: None) ->
     try:
         if not path.is_file():  # reading a pipe or a device would never end
             raise ClipError(str(media), "is not a file" if path.exists() else "does not exist")
-        for piece in _pieces(path, media):
-            digest.update(piece)
-            num_read += len(piece)
-            progress()
+        with path.open("rb") as file:
+            file.seek(media.offset)
+            size = sys.maxsize if media.num_bytes is None else media.num_bytes
+            while piece := file.read(min(size - num_read, _READ_BYTES)):
+                digest.update(piece)
+                num_read += len(piece)
+                progress()
     except OSError as error:
         raise ClipError(str(media), f"cannot be read: {error.strerror or error}") from error
     if num_read < (media.num_bytes or 0):
@@ -121,15 +141,3 @@ def content_hash(media: Media, progress: Callable[[], object] = lambda: None) ->
     if not num_read:
         raise ClipError(str(media), "is empty (0 bytes)")
     return digest.hexdigest()
-
-
-def _pieces(path: Path, media: Media) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        file.seek(media.offset)
-        left = media.num_bytes
-        while left is None or left > 0:
-            piece = file.read(_READ_BYTES if left is None else min(left, _READ_BYTES))
-            if not piece:
-                return
-            left = None if left is None else left - len(piece)
-            yield piece

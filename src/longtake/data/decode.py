@@ -54,31 +54,26 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
     Raises:
         ClipError: the file is missing, damaged, too large, or has more than one picture.
     """
-    with stores.local(media) as here:
-        return _decode_image(here, over)
-
-
-def _decode_image(media: Media, over: str) -> tuple[NDArray[np.uint8], str, str]:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about metadata; sizes are checked below
+    with stores.local(media) as media:
+        try:
             # Pillow never gets the file itself: an image may be a byte range of an archive.
             with media.file.open("rb") as file:
                 file.seek(media.offset)
                 data = file.read(-1 if media.num_bytes is None else media.num_bytes)
-            with Image.open(io.BytesIO(data)) as image:
+            # Warnings are about metadata; sizes are checked below.
+            with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
                 _check_image(media, image)
                 codec, mode = (image.format or "").lower(), image.mode
                 return np.asarray(_image_rgb(ImageOps.exif_transpose(image), over)), codec, mode
-    except ClipError:
-        raise
-    except Image.DecompressionBombError as error:
-        raise ClipError(str(media), "too many pixels for one picture") from error
-    except MemoryError as error:
-        raise ClipError(str(media), f"not a readable image: {out_of_memory()}") from error
-    except Exception as error:  # a hostile file makes Pillow's parsers raise almost anything
-        reason = str(error).split(" <_io")[0] or type(error).__name__
-        raise ClipError(str(media), f"not a readable image: {reason}") from error
+        except ClipError:
+            raise
+        except Image.DecompressionBombError as error:
+            raise ClipError(str(media), "too many pixels for one picture") from error
+        except MemoryError as error:
+            raise ClipError(str(media), f"not a readable image: {out_of_memory()}") from error
+        except Exception as error:  # a hostile file makes Pillow's parsers raise almost anything
+            reason = str(error).split(" <_io")[0] or type(error).__name__
+            raise ClipError(str(media), f"not a readable image: {reason}") from error
 
 
 def _check_image(media: Media, image: Image.Image) -> None:
@@ -138,8 +133,13 @@ def opened(
     with stores.local(media) as media:
         try:
             _check_gif(media)
+            # An absolute path, which FFmpeg cannot take for a URL, or its URL of a byte range.
+            url = str(media.file.absolute())
+            if media.num_bytes is not None and not media.local:
+                end = media.offset + media.num_bytes
+                url = f"subfile,,start,{media.offset},end,{end},,:{url}"
             with av.open(
-                _url(media),
+                url,
                 options=_PROTOCOLS | limit,
                 metadata_errors="replace",  # a title in Latin-1 is no damage
             ) as container:
@@ -166,15 +166,6 @@ def _check_gif(media: Media) -> None:
     if header.startswith(b"GIF8") and len(header) == _GIF_HEADER.size:
         _, width, height = _GIF_HEADER.unpack(header)
         check_pixels(media, width, height)
-
-
-def _url(media: Media) -> str:
-    """Return an absolute path, which FFmpeg cannot take for a URL, or its URL of a byte range."""
-    path = media.file.absolute()
-    if media.num_bytes is None or media.local:
-        return str(path)
-    end = media.offset + media.num_bytes
-    return f"subfile,,start,{media.offset},end,{end},,:{path}"
 
 
 def _video_stream(media: Media, container: InputContainer, index: int | None) -> VideoStream:
@@ -224,18 +215,14 @@ def decoded(
                 # Frames before the window that nothing refers to need no decoding; the others do.
                 codec.skip_frame = "NONREF" if _is_before(packet, first) else "DEFAULT"
             for frame in packet.decode():
-                if untagged == "bt709" and _is_untagged_hd(frame):
+                is_untagged = int(frame.colorspace) == _UNTAGGED and not frame.format.is_rgb
+                if untagged == "bt709" and is_untagged and frame.height >= HD_LINES:
                     frame.colorspace = _BT709  # FFmpeg takes it for BT.601
                 yield frame
                 num_decoded += 1
     except _FAILURES as error:
         reason = f"damaged after {num_decoded} frames: {reason_of(error)}"
         raise ClipError(str(media), reason) from error
-
-
-def _is_untagged_hd(frame: VideoFrame) -> bool:
-    is_untagged = int(frame.colorspace) == _UNTAGGED and not frame.format.is_rgb
-    return is_untagged and frame.height >= HD_LINES
 
 
 def _from_keyframe(
@@ -404,7 +391,15 @@ def probe(
             return probe(media, progress)
         rgb(first)  # what cannot become RGB cannot be trained on
         span = _span(media, stream, first, pts, last_seconds)
-        _check_whole(media, container, stream, span)
+        # Frames may end a little before the declared end in good files.
+        declared_end = _declared_end(container, stream, span.start)
+        missing = 0.0 if declared_end is None else declared_end - span.end
+        if declared_end and missing > max(2.5 / span.fps, 0.05 * (declared_end - span.start)):
+            raise ClipError(
+                str(media),
+                f"cut short: {span.end - span.start:.2f} s of video, "
+                f"{declared_end - span.start:.2f} s declared",
+            )
         rotation = rotation_of(media, stream, first)
         height, width = square_size(media, stream, first)
         matrix = 0 if first.format.is_rgb else int(stream.codec_context.colorspace)
@@ -523,20 +518,6 @@ def _span(
 
 def _seconds(frame: VideoFrame, ticks: int | None) -> float | None:
     return None if ticks is None or frame.time_base is None else float(ticks * frame.time_base)
-
-
-def _check_whole(media: Media, container: InputContainer, stream: VideoStream, span: _Span) -> None:
-    """Refuse a file whose frames end clearly before the declared end (see `probe`)."""
-    declared_end = _declared_end(container, stream, span.start)
-    if declared_end is None:
-        return
-    missing = declared_end - span.end
-    if missing > 2.5 / span.fps and missing > 0.05 * (declared_end - span.start):
-        raise ClipError(
-            str(media),
-            f"cut short: {span.end - span.start:.2f} s of video, "
-            f"{declared_end - span.start:.2f} s declared",
-        )
 
 
 def _declared_end(container: InputContainer, stream: VideoStream, start: float) -> float | None:

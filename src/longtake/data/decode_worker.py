@@ -195,7 +195,10 @@ def _reply(
         ):
             if memory is None:
                 return "done", task.do(item, progress)
-            task.do(item, progress, _shared(memory, item.shape))  # type: ignore[call-arg]
+            # Mapped for each item: the parent may have enlarged the buffer.
+            shared = mmap.mmap(memory, int(np.prod(item.shape)))
+            out = np.frombuffer(shared, np.uint8).reshape(item.shape)
+            task.do(item, progress, out)  # type: ignore[call-arg]
     except stores.ASKED_ENOUGH as error:
         return "refused", error
     except errors.ClipError as error:
@@ -205,11 +208,6 @@ def _reply(
     except Exception as error:  # any other error counts against this item only
         return "failed", f"{task.doing} raised {type(error).__name__}: {error}"
     return "done", None
-
-
-def _shared(memory: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-    # Mapped for each item: the parent may have enlarged the buffer.
-    return np.frombuffer(mmap.mmap(memory, int(np.prod(shape))), np.uint8).reshape(shape)
 
 
 def _read_twice(

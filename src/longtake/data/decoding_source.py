@@ -71,7 +71,7 @@ class DecodingSource:
             memory_gib=data.sample_memory_gib,
             heartbeats=heartbeats,
             store=data.store,
-            examples=tuple(media for media in examples if media.is_remote),
+            examples=tuple(examples),
         )
         self.incidents, self.close = self.pool.incidents, self.pool.close
         self.take_fetched = self.pool.take_fetched

@@ -11,8 +11,8 @@ import math
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import chain
@@ -21,6 +21,7 @@ from typing import Literal
 
 import av
 import numpy as np
+from av.container import OutputContainer
 from av.video.frame import PictureType
 from av.video.reformatter import ColorRange, Colorspace, Interpolation, VideoReformatter
 from numpy.typing import NDArray
@@ -28,7 +29,7 @@ from PIL import Image
 
 from longtake.data import content, decode, decode_limits, stores
 from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
-from longtake.data.catalog_writer import CatalogWriter
+from longtake.data.catalog_writer import CatalogWriter, Written
 from longtake.data.clip import Clip, Item, Media, is_turned
 from longtake.data.index import (
     KnownFiles,
@@ -36,9 +37,9 @@ from longtake.data.index import (
     catalog_before,
     check_out,
     probe_all,
-    stamp_of,
 )
 from longtake.data.tasks import run_tasks
+from longtake.data.window import at_timestamps
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import atomic_write
@@ -69,24 +70,49 @@ def write_video(
     Raises:
         DataError: the frames' shape or type does not fit, or the file cannot be written.
     """
-    num_frames, height, width = _check(frames, path)
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
+        raise DataError(
+            f"{path} was not written: the frames are {frames.dtype} {list(frames.shape)}; "
+            "expected uint8 [frames, height, width, 3] with at least one frame."
+        )
+    _, height, width, _ = frames.shape
+    if height % 2 or width % 2:
+        raise DataError(
+            f"{path} was not written: {width}x{height} pixels; H.264 in 4:2:0 needs an even "
+            f"size. Crop or pad to {width + width % 2}x{height + height % 2}."
+        )
+    codec = "libx264rgb" if pixel_format == "rgb24" else "libx264"
+    # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
+    # identity is the hash of its content.
+    options = {"crf": str(crf), "preset": "veryfast", "x264-params": "mbtree=0"}
+    with _mp4(path, codec, fps, options) as (container, stream):
+        stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
+        if pixel_format == "yuv420p":
+            _tag(stream.codec_context, height)
+        for picture in frames:
+            rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), "rgb24")
+            container.mux(stream.encode(rgb if pixel_format == "rgb24" else in_yuv(rgb)))
+
+
+@contextmanager
+def _mp4(
+    path: Path, codec: str, fps: float, options: Mapping[str, str], *, by_many: bool = False
+) -> Iterator[tuple[OutputContainer, av.VideoStream]]:
+    """Yield an mp4 file and its stream to encode frames into, and complete them after the block.
+
+    Raises:
+        DataError: the file cannot be written.
+    """
     try:
-        with atomic_write(path) as aside, av.open(aside, "w", format="mp4") as container:
-            codec = "libx264rgb" if pixel_format == "rgb24" else "libx264"
+        with (
+            atomic_write(path, by_many=by_many) as aside,
+            av.open(aside, "w", format="mp4") as container,
+        ):
             stream = container.add_stream(codec, rate=Fraction(fps).limit_denominator(1001))
             assert isinstance(stream, av.VideoStream)
-            stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
-            # Without mbtree=0 x264 encodes tiny pictures differently from run to run, and a clip's
-            # identity is the hash of its content.
-            params = {"x264-params": "mbtree=0"}
-            stream.options = {"crf": str(crf), "preset": "veryfast", **params}
+            stream.options = dict(options)
             stream.thread_count = 1  # clips are small: threads cost more than they save
-            if pixel_format == "yuv420p":
-                _tag(stream.codec_context, height)
-            for index in range(num_frames):
-                rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(frames[index]), "rgb24")
-                frame = rgb if pixel_format == "rgb24" else in_yuv(rgb)
-                container.mux(stream.encode(frame))
+            yield container, stream
             container.mux(stream.encode(None))
     except (OSError, av.FFmpegError) as error:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
@@ -122,21 +148,6 @@ def write_image(path: Path, frame: NDArray[np.uint8]) -> None:
         raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
-def _check(frames: NDArray[np.uint8], path: Path) -> tuple[int, int, int]:
-    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8 or not len(frames):
-        raise DataError(
-            f"{path} was not written: the frames are {frames.dtype} {list(frames.shape)}; "
-            "expected uint8 [frames, height, width, 3] with at least one frame."
-        )
-    num_frames, height, width, _ = frames.shape
-    if height % 2 or width % 2:
-        raise DataError(
-            f"{path} was not written: {width}x{height} pixels; H.264 in 4:2:0 needs an even "
-            f"size. Crop or pad to {width + width % 2}x{height + height % 2}."
-        )
-    return num_frames, height, width
-
-
 def encode_frames(
     path: Path,
     frames: Iterable[av.VideoFrame],
@@ -167,30 +178,19 @@ def encode_frames(
     # The stream must be described before it is written to, so the first frame is taken off here.
     first = next(waiting)
     params = f"mbtree=0:keyint={gop}:min-keyint={gop}:scenecut=0:open-gop=0"
-    try:
-        with (
-            atomic_write(path, by_many=by_many) as aside,
-            av.open(aside, "w", format="mp4") as container,
-        ):
-            stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001))
-            stream.options = {"crf": str(crf), **_FAST_TO_READ, "x264-params": params}
-            stream.thread_count = 1
-            _describe(stream, first)
-            for frame in chain([first], waiting):
-                container.mux(stream.encode(frame))
-            container.mux(stream.encode(None))
-    except (OSError, av.FFmpegError) as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
+    options = {"crf": str(crf), **_FAST_TO_READ, "x264-params": params}
+    with _mp4(path, "libx264", fps, options, by_many=by_many) as (container, stream):
+        stream.width, stream.height, stream.pix_fmt = first.width, first.height, first.format.name
+        assert first.time_base is not None
+        stream.codec_context.time_base = stream.time_base = first.time_base
+        _copy_colours(first, stream.codec_context)
+        for frame in chain([first], waiting):
+            container.mux(stream.encode(frame))
 
 
-def _describe(stream: av.VideoStream, frame: av.VideoFrame) -> None:
-    """Give the stream the size, pixel format, time base and colours of its frames."""
-    stream.width, stream.height, stream.pix_fmt = frame.width, frame.height, frame.format.name
-    assert frame.time_base is not None
-    codec = stream.codec_context
-    codec.time_base = stream.time_base = frame.time_base
-    codec.color_range, codec.colorspace = frame.color_range, frame.colorspace
-    codec.color_trc, codec.color_primaries = frame.color_trc, frame.color_primaries
+def _copy_colours(frame: av.VideoFrame, to: "av.VideoFrame | av.VideoCodecContext") -> None:
+    to.color_range, to.colorspace = frame.color_range, frame.colorspace
+    to.color_trc, to.color_primaries = frame.color_trc, frame.color_primaries
 
 
 CATALOG_NAME = "catalog.parquet"
@@ -200,13 +200,6 @@ _ENCODER_GIB = 3.0  # x264 keeps some 60 frames: 0.5 GiB of 3840x2160
 _MAX_GOP, _MAX_FPS = 10_000, 1000
 _HALF_WRITTEN = re.compile(r"\.[0-9a-f]{32}\.")
 _FORMAT = 2  # part of every file's name: raise it when the pixels that are written change
-
-
-_film_hashes: dict[tuple[str, int, int, int], str] = {}
-"""Content hash of the last read film, by path, offset, size and modification time.
-
-One entry: the spans of one film are transcoded one after the other, and the film is hashed once.
-"""
 
 
 @dataclass(frozen=True)
@@ -254,7 +247,8 @@ class TranscodeTask(Task[Clip, ClipError | None]):
         try:
             if not target.exists():
                 with stores.local(item.media) as media:
-                    if not _is_indexed(media, progress):
+                    # The spans of one film follow each other: the film is hashed once.
+                    if not content.is_indexed(media, content.known_hash(media, progress)):
                         raise content.changed(item.media, "another content")
                     target.parent.mkdir(exist_ok=True)
                     write = _write_image if item.kind == "image" else _write_video
@@ -309,16 +303,6 @@ def _write_image(
         picture.save(aside, quality=95, subsampling=0)
 
 
-def _is_indexed(media: Media, progress: Callable[[], object]) -> bool:
-    """Return whether the file still has the content from which the clip's identity was computed."""
-    status = stamp_of(str(media.file)) or Stamp(0, 0)  # a missing file fails below, with the reason
-    film = (str(media.file), media.offset, status.num_bytes, status.mtime_ns)
-    if film not in _film_hashes:
-        _film_hashes.clear()
-        _film_hashes[film] = content.content_hash(media, progress)
-    return content.is_indexed(media, _film_hashes[film])
-
-
 def _write_video(
     clip: Clip, target: Path, settings: Settings, progress: Callable[[], object]
 ) -> None:
@@ -356,20 +340,16 @@ def _write_from(
         )
 
 
-def _within(clip: Clip, frames: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
+def _within(clip: Clip, frames: Iterator[av.VideoFrame]) -> Iterator[av.VideoFrame]:
     """Yield the frames of a clip's span, selected by their timestamps."""
     assert clip.timing is not None
-    number = 0
-    for frame in frames:
-        wanted = clip.timing.of(number)
-        if frame.pts is not None and frame.pts >= wanted:
-            if frame.pts != wanted:
-                raise ClipError(clip.path, f"has no frame at its timestamp {wanted}; index again")
-            yield frame
-            number += 1
-            if number == clip.num_frames:
-                return
-    raise ClipError(clip.path, f"ends after {number} of {clip.num_frames} frames; index again")
+    timestamps, num_read = map(clip.timing.of, range(clip.num_frames)), 0
+    for frame in at_timestamps(clip.media, timestamps, frames):
+        yield frame
+        num_read += 1
+    if num_read < clip.num_frames:
+        reason = f"ends after {num_read} of {clip.num_frames} frames; index again"
+        raise ClipError(clip.path, reason)
 
 
 def _scaled(
@@ -415,8 +395,7 @@ def _upright(frame: av.VideoFrame, rotation: int) -> av.VideoFrame:
     width = frame.height if is_turned(rotation) else frame.width
     values = np.concatenate([plane.reshape(-1) for plane in planes])
     turned = av.VideoFrame.from_ndarray(values.reshape(-1, width), frame.format.name)
-    turned.color_range, turned.colorspace = frame.color_range, frame.colorspace
-    turned.color_trc, turned.color_primaries = frame.color_trc, frame.color_primaries
+    _copy_colours(frame, turned)
     return turned
 
 
@@ -457,20 +436,17 @@ def prepare(
 ) -> PrepareReport:
     """Transcode every clip of a catalog, and write a catalog of the results.
 
-    Videos become H.264 in mp4 with closed groups of pictures; images become JPEG of quality 95
-    without chroma subsampling. All are upright, scaled to cover their size (never up), and even in
-    height and width. Files are named by the clip's identity and the settings; existing files are
-    kept, so an interrupted call resumes.
+    Videos become H.264 in mp4 with closed groups of pictures; images become JPEG. All are upright,
+    scaled to cover their size (never up), and even in height and width. Files are named by the
+    clip's identity and the settings; existing files are kept, so an interrupted call resumes.
 
     Args:
         catalog_path: the catalog of the clips.
         out_folder: where files and the new `catalog.parquet` are written.
         settings: size and encoding of the results.
         on: where clips are transcoded and checked; see `run_tasks`. The files do not depend on it.
-        workers: number of processes; one for each core by default. 0 uses this process, which a
-            hostile file can then hang or crash.
-        progress: called with (done, total); each clip counts twice, when it is written and when it
-            is checked.
+        workers: number of processes, as for `run_tasks`.
+        progress: called with (done, total); a clip counts when it is written and when checked.
         memory_gib: memory for decoding one clip; a clip that needs more is rejected.
 
     Raises:
@@ -489,14 +465,38 @@ def prepare(
     # Counted before transcoding, which makes the others.
     reused = sum(task.target(clip).exists() for clip in clips)
     failed = _transcode_all(clips, task, on, workers, report)
-    # Prepared files are indexed like any others; this finds the clip that each comes from.
+    result, rejected = _write_catalog(out, clips, failed, task, on, workers, report)
+    return PrepareReport(
+        prepared=result.accepted,
+        reused=reused,
+        rejected=rejected,
+        duplicates=result.duplicates,
+        bytes_before=_bytes_of(source),
+        bytes_after=sum(Path(clip.media.path).stat().st_size for clip in Catalog.load(out).clips()),
+        catalog=out,
+    )
+
+
+def _write_catalog(
+    out: Path,
+    clips: Sequence[Clip],
+    failed: dict[str, ClipError],
+    task: TranscodeTask,
+    on: str | None,
+    workers: int | None,
+    report: Callable[[int, int], None],
+) -> tuple[Written, list[Rejection]]:
+    """Index the prepared files like any others, and write their catalog.
+
+    `failed` holds the clips that could not be transcoded, by identity.
+    """
     written = {str(task.target(clip)): clip for clip in clips if clip.identity not in failed}
     writer, journal = CatalogWriter(), ProbeJournal(out)
 
     def accept(items: Sequence[Item], stamp: Stamp | None, found: decode.Probe | ClipError) -> None:
         media = items[0].media
         clip = written[media.path]
-        checked = _checked(clip, media, found, settings)
+        checked = _checked(clip, media, found, task.settings)
         if isinstance(checked, Clip):
             writer.add(checked, stamp)
         else:
@@ -523,15 +523,7 @@ def prepare(
             raise DataError(f"None of {len(rejected)} clips could be prepared.{shown}")
         result = writer.write(out)
         journal.remove()
-    return PrepareReport(
-        prepared=result.accepted,
-        reused=reused,
-        rejected=rejected,
-        duplicates=result.duplicates,
-        bytes_before=_bytes_of(source),
-        bytes_after=sum(Path(clip.media.path).stat().st_size for clip in Catalog.load(out).clips()),
-        catalog=out,
-    )
+    return result, rejected
 
 
 def _bytes_of(catalog: Catalog) -> int:

@@ -250,7 +250,7 @@ class Loader:
         if writes:
             keep_catalogs(self.plan_history, self.catalogs, self._kept)
             files = files_of_inputs(self.plan_history.plan, self.data)
-            input_files.note(self._kept, files, self._cached and self._cached[0].hash_of_file)
+            input_files.note(self._kept, files, self._cached and self._cached[0].hashes.of)
         if self.data.conditioning:
             self.known_inputs.update(input_files.read_known(self._kept))
 

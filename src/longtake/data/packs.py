@@ -13,12 +13,13 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -35,7 +36,6 @@ PACK_FORMAT = 2
 _PACK_SECONDS = 600.0  # or when its first entry is this old: a killed process loses no more
 _MAX_PACK_ENTRIES = 2**15  # or when it has this many entries: keeps the header below 20 MB
 _MAX_HEADER_BYTES = 100 * 10**6  # limit of the safetensors library
-_MAX_RUNS = 8  # number of sorted tables that are searched one after the other
 _REFRESH_SECONDS = 60.0  # interval at which a writer looks for packs of other processes
 _INDEX_SECONDS = 30 * 24 * 3600.0  # an older index file is mapped by no process any more
 _THREADS = 16
@@ -100,8 +100,7 @@ class _Header(NamedTuple):
 
     name: str
     size: int
-    run: _Run  # `layout` indexes the list below, and `pack` is 0
-    layouts: list[str]
+    entries: list[tuple[str, int, str, int]]  # key, offset, layout and checksum of each
 
 
 class _Place(NamedTuple):
@@ -138,7 +137,7 @@ class PackIndex:
         self._layouts: list[tuple[_Part, ...]] = []
         self._layout_texts: list[str] = []
         self._layout_numbers: dict[str, int] = {}
-        self._runs: list[_Run] = []
+        self._runs: list[_Run] = []  # that of the index file, and one of all newer packs
         self._num_saved = 0  # number of runs that came from an index file
         self._listed_at = 0.0
         fsio.refuse_links(folder, _FOLDERS)
@@ -198,8 +197,8 @@ class PackIndex:
                     self._put_aside(name, f"has {found[name]:,} of {size:,} bytes")
             self._take_in([name for name in found if name not in self._numbers])
             self._listed_at = time.monotonic()
-            for marker in _names(self.folder / "damaged"):
-                name, _, key = marker.partition(".")
+            for marker in (self.folder / "damaged").glob("*"):
+                name, _, key = marker.name.partition(".")
                 for kind in CACHE_KINDS:
                     if (known := self._numbers.get(f"{kind}/{name}")) is not None:
                         self._damaged.add((known, key))
@@ -273,14 +272,12 @@ class PackIndex:
             while at < len(run.high) and run.high[at] == high:
                 if run.low[at] == low:
                     place = _Place(*(int(column[at]) for column in run[2:]))
-                    if self._is_usable(place, key):
+                    # Only a damaged index has numbers of no pack or layout.
+                    is_known = place.pack < len(self._packs) and place.layout < len(self._layouts)
+                    is_usable = is_known and (place.pack, key) not in self._damaged
+                    if is_usable and self._is_there[place.pack]:
                         yield place
                 at += 1
-
-    def _is_usable(self, place: _Place, key: str) -> bool:
-        if place.pack >= len(self._packs) or place.layout >= len(self._layouts):
-            return False  # only a damaged index has such numbers
-        return self._is_there[place.pack] and (place.pack, key) not in self._damaged
 
     # The size is compared again on the open file: it may have changed since the last refresh.
     def _read(self, place: _Place, path: Path, entry: CacheEntry) -> dict[str, Tensor]:
@@ -292,7 +289,9 @@ class PackIndex:
         with fsio.open_regular(path) as file:
             if (size := os.fstat(file.fileno()).st_size) != self._sizes[place.pack]:
                 raise DamagedPackError(f"it has {size:,} of {self._sizes[place.pack]:,} bytes")
-            _read_into(file, data, place.offset)
+            file.seek(place.offset)
+            if (count := file.readinto(data.numpy().data)) < num_bytes:
+                raise ValueError(f"{count:,} of its {num_bytes:,} bytes are there")
         text = self._layout_texts[place.layout]
         if self._verify and _checksum(entry.key, text, [data]) != place.checksum:
             raise ValueError("its content is not what was written")
@@ -350,9 +349,8 @@ class PackIndex:
             with fsio.open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 header, start = _parsed(file.read(8), file.read)
-            metadata = header["__metadata__"]
             _facts_of(header, path)
-            return _Header(name, size, *_run_of(_entries_of(header, metadata, start, size)))
+            return _Header(name, size, list(_entries_of(header, start, size)))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -366,20 +364,21 @@ class PackIndex:
             return None
 
     def _take_in(self, names: Sequence[str]) -> None:
+        runs = list[_Run]()
         with ThreadPoolExecutor(_THREADS) as pool:
-            found = list(filter(None, pool.map(self._header, names)))
-        runs = list(self._runs)
-        if found:
-            runs.append(_joined([self._numbered(each) for each in found]))
-        # Merging only the runs that no index file holds keeps the mapped one out of memory.
-        if len(runs) > _MAX_RUNS:
-            runs[self._num_saved :] = [_joined(runs[self._num_saved :])]
-        self._runs = runs
-
-    def _numbered(self, found: _Header) -> _Run:
-        pack = np.full_like(found.run.pack, self._pack(found.name, found.size))
-        numbers = np.array([self._layout(text) for text in found.layouts], np.uint32)
-        return found.run._replace(pack=pack, layout=numbers[found.run.layout])
+            for header in filter(None, pool.map(self._header, names)):
+                pack = self._pack(header.name, header.size)
+                rows = [
+                    (int(key[:16], 16), int(key[16:], 16), pack, at, self._layout(text), checksum)
+                    for key, at, text, checksum in header.entries
+                ]
+                # Columns are made per pack: they take less memory than the rows of many packs.
+                table = np.array(rows, [(name, _NUMBERS[kind]) for name, kind in _COLUMNS.items()])
+                runs.append(_Run(*(table[name] for name in _COLUMNS)))
+        if runs:
+            # The run of the index file stays as it is, mapped and out of memory.
+            saved, others = self._runs[: self._num_saved], self._runs[self._num_saved :]
+            self._runs = [*saved, _joined([*others, *runs])]
 
     def _pack(self, name: str, size: int) -> int:
         self._numbers[name] = len(self._packs)
@@ -490,35 +489,11 @@ def cannot_write(path: Path, error: OSError) -> errors.DataError:
     )
 
 
-def _run_of(entries: Iterable[tuple[str, int, str, int]]) -> tuple[_Run, list[str]]:
-    """Convert the entries of one pack to columns; returns them and the distinct layouts.
-
-    Columns are made per pack, because many headers are read before they are joined.
-    """
-    numbers: dict[str, int] = {}
-    rows = [
-        (int(key[:16], 16), int(key[16:], 16), 0, at, numbers.setdefault(text, len(numbers)), check)
-        for key, at, text, check in entries
-    ]
-    columns = (
-        np.array([row[number] for row in rows], _NUMBERS[kind])
-        for number, kind in enumerate(_COLUMNS.values())
-    )
-    return _Run(*columns), list(numbers)
-
-
 def _joined(runs: Sequence[_Run]) -> _Run:
     high = np.concatenate([run.high for run in runs])
     order = np.argsort(high, kind="stable")
     others = (np.concatenate(each)[order] for each in list(zip(*runs, strict=True))[1:])
     return _Run(high[order], *others)
-
-
-def _names(folder: Path) -> list[str]:
-    try:
-        return [each.name for each in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
 
 
 def _part(name: str, stored: str, shape: Sequence[int], dtype: str, rows: int) -> _Part:
@@ -538,16 +513,6 @@ def _checksum(key: str, layout: str, contents: Sequence[Tensor]) -> int:
     for each in contents:
         found.update(each.numpy().data)
     return found.intdigest() % 2**32
-
-
-def _read_into(file: BinaryIO, data: Tensor, offset: int) -> None:
-    # preadv may return less than was asked for.
-    room, done = data.numpy().data, 0
-    while done < len(room):
-        count = os.preadv(file.fileno(), [room[done:]], offset + done)
-        if not count:
-            raise ValueError(f"{done:,} of its {len(room):,} bytes are there")
-        done += count
 
 
 def _header_of(
@@ -592,16 +557,13 @@ def _facts_of(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _entries_of(
-    header: Mapping[str, Any], metadata: Mapping[str, str], start: int, size: int
+    header: Mapping[str, Any], start: int, size: int
 ) -> Iterator[tuple[str, int, str, int]]:
     """Yield (key, offset, layout, checksum) of a pack's entries, which must fill the file."""
-    parts: dict[str, list[str]] = {}
-    for name in header:
-        if name != "__metadata__":
-            parts.setdefault(name.partition(".")[0], []).append(name)
     end = 0
-    for key, names in parts.items():
-        facts, begin, layout = json.loads(metadata[key]), end, []
+    tensors = (name for name in header if name != "__metadata__")
+    for key, names in groupby(tensors, key=lambda name: name.partition(".")[0]):
+        facts, begin, layout = json.loads(header["__metadata__"][key]), end, []
         for name in names:
             short, each = name.partition(".")[2], header[name]
             dtype, rows = facts["of"][short]
@@ -611,7 +573,8 @@ def _entries_of(
             layout.append(part)
             end += part.num_bytes()
         offset, checksum = start + begin, facts["checksum"]
-        if not (_KEY.fullmatch(key) and 0 <= checksum < 2**32 and offset < 2**32):
+        is_entry = _KEY.fullmatch(key) and 0 <= checksum < 2**32 and offset < 2**32
+        if not is_entry or len(layout) != len(facts["of"]):
             raise ValueError(f"no entry: {key}")
         yield key, offset, _text_of(layout), checksum
     if start + end != size:

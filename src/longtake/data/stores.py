@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent import futures
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from contextvars import ContextVar, copy_context
 from dataclasses import dataclass, replace
 from functools import cache
@@ -291,25 +291,24 @@ async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[b
         further = {"VersionId": version, "IfMatch": tag}
         further = {name: value for name, value in further.items() if value}
         answer = await store._call_s3("get_object", Bucket=bucket, Key=key, Range=ask, **further)
-        try:
-            found = bytearray()
-            while piece := await answer["Body"].read(most - len(found)):  # may return less
-                found += piece
-        finally:
-            answer["Body"].close()
-        return bytes(found), answer.get("ETag", "")
+        with closing(answer["Body"]) as body:
+            return await _read_at_most(body, most), answer.get("ETag", "")
     if path.startswith("http"):
         headers = {"Range": ask, **({"If-Match": tag} if tag else {})}
         session = await store.set_session()
         async with session.get(store.encode_url(path), headers=headers) as answer:
             store._raise_not_found_for_status(answer, path)
-            found = bytearray()
-            while piece := await answer.content.read(most - len(found)):
-                found += piece
-            etag = answer.headers.get("ETag", "")
+            data, etag = await _read_at_most(answer.content, most), answer.headers.get("ETag", "")
             # Weak ETags (W/) may be equal for different bytes, and If-Match refuses them.
-            return bytes(found), "" if etag.startswith("W/") else etag
+            return data, "" if etag.startswith("W/") else etag
     return await store._cat_file(path, start=start, end=end), ""
+
+
+async def _read_at_most(body: Any, most: int) -> bytes:
+    found = bytearray()
+    while piece := await body.read(most - len(found)):  # one read may return less
+        found += piece
+    return bytes(found)
 
 
 class _Request:
@@ -383,10 +382,12 @@ class _Request:
                 "as AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3, "
                 "GOOGLE_APPLICATION_CREDENTIALS for gs; and check that they may read it."
             ) from None
-        if (untrusted := _untrusted(error)) is not None:
+        # The field of ssl.SSLCertVerificationError says why a certificate was not accepted.
+        causes = _causes(error, with_contexts=True)
+        if reasons := list(filter(None, (getattr(each, "verify_message", "") for each in causes))):
             raise DataError(
                 f"{store_of(media.path)} has a certificate that this node does not trust "
-                f"({untrusted}). Install its authority's, or name a file of it: AWS_CA_BUNDLE for "
+                f"({reasons[0]}). Install its authority's, or name a file of it: AWS_CA_BUNDLE for "
                 "s3, SSL_CERT_FILE for gs and https."
             ) from None
         if status == 416:
@@ -440,15 +441,22 @@ class _Request:
         return False
 
 
-def _never_answered(error: BaseException | None) -> str | None:
+def _causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
+    """Yield an error and what caused it, as clients wrap the errors of their libraries."""
+    cause: BaseException | None = error
+    while cause is not None:
+        yield cause
+        cause = cause.__cause__ or (cause.__context__ if with_contexts else None)
+
+
+def _never_answered(error: BaseException) -> str | None:
     """Return the reason why a request can never be answered, or None."""
-    if error is None:
-        return None
-    if isinstance(error, _RedirectError):
-        return str(error)
-    if type(error).__name__ in _NEVER:
-        return f"its server redirects to where no answer can come from ({type(error).__name__})"
-    return _never_answered(error.__cause__)
+    for each in _causes(error):
+        if isinstance(each, _RedirectError):
+            return str(each)
+        if (name := type(each).__name__) in _NEVER:
+            return f"its server redirects to where no answer can come from ({name})"
+    return None
 
 
 @cache
@@ -480,26 +488,16 @@ def _redirect_guard() -> Any:
 
 def _status_of(error: BaseException) -> int | None:
     """Return the HTTP status of a client's error or of its cause, or None."""
-    response = getattr(error, "response", None)
-    if isinstance(response, Mapping):  # ClientError of botocore
-        found = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    else:
-        # aiohttp's errors have a status, and a deprecated code that warns when it is read.
-        name = "status" if hasattr(error, "status") else "code"
-        found = getattr(error, name, None)
-    if isinstance(found, str) and found.isdecimal():
-        found = int(found)
-    if isinstance(found, int):
-        return found
-    return None if error.__cause__ is None else _status_of(error.__cause__)
-
-
-def _untrusted(error: BaseException | None) -> str | None:
-    """Return why a server's certificate was not accepted, or None for other errors."""
-    if error is None:
-        return None
-    reason: str | None = getattr(error, "verify_message", None)  # ssl.SSLCertVerificationError
-    return reason or _untrusted(error.__cause__ or error.__context__)
+    for each in _causes(error):
+        response = getattr(each, "response", None)
+        if isinstance(response, Mapping):  # ClientError of botocore
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        else:
+            # aiohttp's errors have a status, and a deprecated code that warns when it is read.
+            status = getattr(each, "status" if hasattr(each, "status") else "code", None)
+        if str(status).isdecimal():
+            return int(status)
+    return None
 
 
 def _words_of(error: BaseException) -> str:

@@ -143,7 +143,15 @@ def connected(on: str | None) -> Iterator[ModuleType | None]:
             "`ray://HOST:PORT`, where a cluster's client server listens (10001, as a rule)."
         )
     address = os.environ.get("RAY_ADDRESS") if on == "ray" else on
-    ray = _import_ray({} if address else _ALONE)
+    for name, value in (_QUIET if address else _QUIET | _ALONE).items():
+        os.environ.setdefault(name, value)
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError as error:
+        raise DataError(
+            f"--on ray needs Ray, which cannot be imported here: {error}. Install it: "
+            "pip install 'longtake[ray]'."
+        ) from error
     if ray.is_initialized():
         yield ray
         return
@@ -161,18 +169,6 @@ def connected(on: str | None) -> Iterator[ModuleType | None]:
         yield ray
     finally:
         ray.shutdown()
-
-
-def _import_ray(variables: Mapping[str, str]) -> ModuleType:
-    for name, value in (_QUIET | dict(variables)).items():
-        os.environ.setdefault(name, value)
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise DataError(
-            f"--on ray needs Ray, which cannot be imported here: {error}. Install it: "
-            "pip install 'longtake[ray]'."
-        ) from error
 
 
 def _reach(address: str) -> None:
@@ -274,15 +270,15 @@ class NodeWorker:
 
     def work(self, items: list[Any]) -> _Answers:
         """Run the task on the items of a batch, one after the other."""
-        begun, results = time.perf_counter(), []
+        begun, results, failure = time.perf_counter(), list[tuple[Any, bool]](), None
         try:
             futures = [self._pool.submit(item) for item in items]
             for item, future in zip(items, futures, strict=True):
                 result, path = future.result(), self._task.reads(item)
                 results.append((result, bool(path) and not Path(path).exists()))
         except LongtakeError as error:
-            return _Answers(results, error, time.perf_counter() - begun)
-        return _Answers(results, None, time.perf_counter() - begun)
+            failure = error
+        return _Answers(results, failure, time.perf_counter() - begun)
 
     def close(self) -> None:
         self._pool.close()

@@ -5,7 +5,7 @@ by their exact timestamps. swscale converts and scales each frame in one pass, i
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -135,24 +135,21 @@ def read_window(window: Window, out: NDArray[np.uint8] | None = None) -> NDArray
     Raises:
         ClipError: the file is missing, damaged, or differs from its record in the catalog.
     """
-    with stores.local(window.media) as media:
-        return _read_window(replace(window, media=media) if media.local else window, out)
-
-
-def _read_window(window: Window, out: NDArray[np.uint8] | None) -> NDArray[np.uint8]:
     video = np.empty(window.shape, dtype=np.uint8) if out is None else out
     assert video.shape == window.shape
-    if window.kind == "image":
-        picture = read_image(window.media)
-        _check_size(window, *picture.shape[:2])
-        picture = resized(picture, window.scaled_height, window.scaled_width)
-        video[:, 0] = cut(window, picture.transpose(2, 0, 1))
-        return video
-    if window.seek_to is not None:
-        with suppress(ClipError):  # not every file can be decoded from a keyframe in its middle
-            _read_from(window, window.seek_to, video)
+    with stores.local(window.media) as media:
+        window = replace(window, media=media) if media.local else window
+        if window.kind == "image":
+            picture = read_image(window.media)
+            _check_size(window, *picture.shape[:2])
+            picture = resized(picture, window.scaled_height, window.scaled_width)
+            video[:, 0] = cut(window, picture.transpose(2, 0, 1))
             return video
-    _read_from(window, None, video)
+        if window.seek_to is not None:
+            with suppress(ClipError):  # not every file can be decoded from a keyframe in its middle
+                _read_from(window, window.seek_to, video)
+                return video
+        _read_from(window, None, video)
     return video
 
 
@@ -179,7 +176,7 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
                 first=first,
                 untagged=window.untagged,
             )
-            wanted = _at(window, frames)
+            wanted = at_timestamps(window.media, window.timestamps, frames)
         else:
             frames = decoded(window.media, container, stream, untagged=window.untagged)
             wanted = counted(frame_indices(window), frames)
@@ -213,18 +210,20 @@ def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[Vi
             return
 
 
-def _at(window: Window, frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """Yield the frames with the window's timestamps; raise if one is missing."""
+def at_timestamps(
+    media: Media, timestamps: Iterable[int], frames: Iterator[VideoFrame]
+) -> Iterator[VideoFrame]:
+    """Yield the frames with these timestamps until the file ends; raise if one is missing."""
     frame: VideoFrame | None = None
-    for wanted in window.timestamps:
+    for wanted in timestamps:
         # Frames before the wanted one are dropped; a repeated timestamp keeps its frame.
         while frame is None or (frame.pts is not None and frame.pts < wanted):
             frame = next(frames, None)
             if frame is None:
                 return
         if frame.pts != wanted:
-            found = f"found one at {frame.pts}; {_AGAIN}"
-            raise ClipError(str(window.media), f"has no frame at its timestamp {wanted}, {found}")
+            reason = f"has no frame at its timestamp {wanted}, found one at {frame.pts}; {_AGAIN}"
+            raise ClipError(str(media), reason)
         yield frame
 
 

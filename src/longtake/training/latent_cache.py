@@ -35,7 +35,7 @@ from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
 from longtake.data.loader import Loader
 from longtake.data.training_captions import all_captions
 from longtake.models.base import family
-from longtake.models.codec import Codec, build_codec
+from longtake.models.codec import build_codec
 from longtake.models.components import assemble, outline, text_section
 from longtake.models.conditioning import encoded_together
 from longtake.models.pretrained import PipelinePart, locate
@@ -185,26 +185,9 @@ def fill_cache(
             known_inputs=loader.known_inputs,
             progress=advance,
         )
-    refused = cache.packs.refused
-    mine, device = cache_fill.CacheReport(missing.present, refused=refused), world.device
+    mine = cache_fill.CacheReport(missing.present, refused=cache.packs.refused)
     mine.failures |= missing.changed
-    if on is not None:
-        _encode_on(cache, missing, recipe, made, shown, mine, on, workers)
-    # Text encoder and codec work one after the other: a GPU need not hold both at once.
-    if missing.captions and on is None:
-        text = _text(recipe, made)
-        with _on_device(text, device), progress.counted(shown, "cache: captions") as advance:
-            encode_captions = _caption_encoder(text, device)
-            cache_fill.fill_prompts(cache, missing.captions, encode_captions, mine, advance)
-    if missing.clips and on is None:
-        codec, pictures = _codec(recipe, made), _text_beside_clips(recipe, made)
-        with (
-            _on_device(codec, device),
-            nullcontext() if pictures is None else _on_device(pictures, device),
-            progress.counted(shown, "cache: clips") as advance,
-        ):
-            encode = _part_encoder(recipe, codec, pictures, device)
-            cache_fill.fill_latents(cache, missing.clips, encode, mine, advance, loader.heartbeats)
+    _encode_missing(cache, missing, recipe, loader, made, world.device, mine, shown, on, workers)
     # Each rank keeps the incidents of its own decoders; all else is gathered from all ranks.
     report = cache_fill.CacheReport(incidents=mine.incidents)
     mine.incidents = []
@@ -241,70 +224,66 @@ def _open(recipe: Recipe, made: Path, world: World) -> Cache:
     seen = tuple(family(recipe.model.family).text.seen_pictures(recipe.model_inputs()))
     cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION, together, inputs, seen)
     first_does(lambda: make_folder(cache.folder), world)
-    _refuse_other_folders(cache, world)
+    # Each rank fills only its share, so a folder that is not the same on all ranks is refused.
+    sign = cache.folder / "aside" / f"sign-{from_first(secrets.token_hex(8), world)}"
+    first_does(sign.touch, world)
+    hosts = gather_objects((socket.gethostname(), sign.exists()), world)
+    if world.is_first:
+        sign.unlink(missing_ok=True)
+    if others := sorted({host for host, is_there in hosts if not is_there}):
+        raise errors.DataError(
+            f"data.cache = {cache.folder} is another folder on {', '.join(others)} than on "
+            f"{hosts[0][0]}. Name one that all nodes share."
+        )
     return cache
 
 
-def _refuse_other_folders(cache: Cache, world: World) -> None:
-    """Refuse a cache folder that is not the same on all ranks, as each fills only its share."""
-    sign = cache.folder / "aside" / f"sign-{from_first(secrets.token_hex(8), world)}"
-    first_does(sign.touch, world)
-    seen = gather_objects((socket.gethostname(), sign.exists()), world)
-    if world.is_first:
-        sign.unlink(missing_ok=True)
-    if others := sorted({host for host, is_there in seen if not is_there}):
-        raise errors.DataError(
-            f"data.cache = {cache.folder} is another folder on {', '.join(others)} than on "
-            f"{seen[0][0]}. Name one that all nodes share."
-        )
-
-
-@contextmanager
-def _on_device(part: Codec | TextEncoder, device: torch.device) -> Iterator[None]:
-    """Keep a part on a device during the block, and free the GPU's memory afterwards."""
-    part.to(device)
-    yield
-    part.to(torch.device("cpu"))
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _encode_on(
+def _encode_missing(
     cache: Cache,
     missing: cache_fill.Missing,
     recipe: Recipe,
+    loader: Loader,
     made: Path,
-    console: Console,
+    device: torch.device,
     report: cache_fill.CacheReport,
-    on: str,
+    console: Console,
+    on: str | None,
     workers: int | None,
 ) -> None:
+    """Encode missing captions and clips, in this process or by the workers of a cluster."""
     threads, uses_gpu = torch.get_num_threads(), recipe.training.device != "cpu"
-    for label, parts, load in (
-        ("captions", missing.captions, _load_caption_encoder),
-        ("clips", missing.clips, _load_part_encoder),
-    ):
-        task = cache_fill.EncodeTask(
-            cache, partial(load, recipe, made.resolve(), threads), threads, uses_gpu
-        )
-        if parts:
-            with progress.counted(console, f"cache: {label}") as advance:
+    fill_latents = partial(cache_fill.fill_latents, heartbeats=loader.heartbeats)
+    steps: Sequence[tuple[str, Sequence[Any], Callable[..., Any], Callable[..., None]]] = (
+        ("captions", missing.captions, _load_caption_encoder, cache_fill.fill_prompts),
+        ("clips", missing.clips, _load_part_encoder, fill_latents),
+    )
+    # Text encoder and codec work one after the other: a GPU need not hold both at once.
+    for label, items, load, fill in steps:
+        if not items:
+            continue
+        with progress.counted(console, f"cache: {label}") as advance:
+            if on is None:
+                fill(cache, items, load(recipe, made, device), report, advance)
+            else:
+                load_there = partial(_load_on_worker, load, recipe, made.resolve(), threads)
+                task = cache_fill.EncodeTask(cache, load_there, threads, uses_gpu)
                 cache_fill.run_encode_task(
-                    task, parts, report, on=on, workers=workers, progress=advance
+                    task, items, report, on=on, workers=workers, progress=advance
                 )
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
-def _codec(recipe: Recipe, made: Path) -> Codec:
-    return build_codec(recipe.codec, family(recipe.model.family).frozen.codec, made)
+def _load_on_worker(
+    load: Callable[[Recipe, Path, torch.device], Any], recipe: Recipe, made: Path, threads: int
+) -> Any:
+    torch.set_num_threads(threads)
+    return load(recipe, made, pick_device(recipe.training.device))
 
 
 def _text(recipe: Recipe, made: Path) -> TextEncoder:
     return build_text(text_section(recipe), family(recipe.model.family), (), made)
-
-
-def _text_beside_clips(recipe: Recipe, made: Path) -> TextEncoder | None:
-    return _text(recipe, made) if text_reads_pictures(recipe) else None
 
 
 def text_reads_pictures(recipe: Recipe) -> bool:
@@ -321,12 +300,15 @@ def _further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart
     return [] if where is None else [each for each in wanted if has_part(where, each)]
 
 
-def _part_encoder(
-    recipe: Recipe, codec: Codec, text: TextEncoder | None, device: torch.device
-) -> cache_fill.EncodePart:
+def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cache_fill.EncodePart:
     chosen = family(recipe.model.family)
-    # An outline suffices if no text encoder reads pictures.
-    text = text or outline_text(text_section(recipe), chosen)
+    codec = build_codec(recipe.codec, chosen.frozen.codec, made)
+    codec.to(device)
+    if text_reads_pictures(recipe):
+        text = _text(recipe, made)
+        text.to(device)
+    else:
+        text = outline_text(text_section(recipe), chosen)
 
     def encode(part: SamplePart, read: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
         given = {name: torch.from_numpy(each)[None].to(device) for name, each in read.items()}
@@ -342,11 +324,15 @@ def _part_encoder(
     return encode
 
 
-def _caption_encoder(text: TextEncoder, device: torch.device) -> cache_fill.EncodeCaptions:
+def _load_caption_encoder(
+    recipe: Recipe, made: Path, device: torch.device
+) -> cache_fill.EncodeCaptions:
     """Return a function that encodes captions: all at once on a GPU, else one by one.
 
     On a GPU the last bits of an embedding may depend on the captions encoded with it.
     """
+    text = _text(recipe, made)
+    text.to(device)
 
     def encode(captions: Sequence[str]) -> list[dict[str, Tensor]]:
         at_once = len(captions) if device.type == "cuda" else 1
@@ -359,22 +345,6 @@ def _caption_encoder(text: TextEncoder, device: torch.device) -> cache_fill.Enco
         return encoded
 
     return encode
-
-
-def _load_part_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodePart:
-    torch.set_num_threads(threads)
-    device, codec = pick_device(recipe.training.device), _codec(recipe, made)
-    codec.to(device)
-    if (text := _text_beside_clips(recipe, made)) is not None:
-        text.to(device)
-    return _part_encoder(recipe, codec, text, device)
-
-
-def _load_caption_encoder(recipe: Recipe, made: Path, threads: int) -> cache_fill.EncodeCaptions:
-    torch.set_num_threads(threads)
-    text, device = _text(recipe, made), pick_device(recipe.training.device)
-    text.to(device)
-    return _caption_encoder(text, device)
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
@@ -457,18 +427,16 @@ def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> st
             name = path.relative_to(folder).as_posix()
             # Hidden files are a download's bookkeeping, and read by no loader.
             if path.is_file() and not any(part.startswith(".") for part in name.split("/")):
-                digest.update(f"{name} {_content(path, of_large)}".encode())
+                # A snapshot of the hub consists of links to files; a large one is named by its
+                # SHA-256, and need not be read.
+                stored = path.resolve()
+                if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
+                    content = stored.name
+                else:
+                    is_large = stored.stat().st_size > _LARGE_BYTES
+                    content = of_large(str(stored)) if is_large else _sha256(str(stored))
+                digest.update(f"{name} {content}".encode())
     return digest.hexdigest()
-
-
-def _content(path: Path, of_large: Callable[[str], str]) -> str:
-    """Return the SHA-256 of a file; the hub's cache has it as the name of large files."""
-    # A snapshot of the hub consists of links to files that are named by their hash.
-    stored = path.resolve()
-    if stored.parent.name == "blobs" and _SHA256.fullmatch(stored.name):
-        return stored.name
-    is_large = stored.stat().st_size > _LARGE_BYTES
-    return of_large(str(stored)) if is_large else _sha256(str(stored))
 
 
 def _sha256(path: str) -> str:
