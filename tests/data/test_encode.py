@@ -92,12 +92,23 @@ def test_writing_leaves_only_the_file(tmp_path: Path) -> None:
     assert probe(Media(str(path))).num_frames == 5
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path: Path) -> None:
-    path = tmp_path / "clip.mp4"
-    path.mkdir()
-    with pytest.raises(DataError, match=r"clip\.mp4 cannot be written: Is a directory"):
-        write_video(path, _smooth(), fps=8)
-    assert list(tmp_path.iterdir()) == [path]
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("folder.mp4", "Is a directory"),
+        ("file/clip.mp4", "Not a directory"),
+        ("nowhere/clip.mp4", "No such file or directory"),
+    ],
+)
+def test_a_failed_write_says_why_and_leaves_nothing_behind(
+    tmp_path: Path, name: str, reason: str
+) -> None:
+    (tmp_path / "folder.mp4").mkdir()
+    (tmp_path / "file").touch()
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(DataError, match=f"{name} cannot be written: {reason}"):
+        write_video(tmp_path / name, _smooth(2), fps=8)
+    assert set(tmp_path.rglob("*")) == before
 
 
 def test_an_interrupted_write_leaves_nothing_behind(
@@ -114,17 +125,6 @@ def test_an_interrupted_write_leaves_nothing_behind(
         write_video(path, _smooth(5), fps=8)
     assert list(tmp_path.iterdir()) == [path]
     assert probe(Media(str(path))).num_frames == 2
-
-
-def test_a_file_in_the_folders_place_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="cannot be written: Not a directory"):
-        write_video(tmp_path / "file" / "clip.mp4", _smooth(), fps=8)
-
-
-def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="cannot be written: No such file or directory"):
-        write_video(tmp_path / "nowhere" / "clip.mp4", _smooth(), fps=8)
 
 
 _Pictures = Callable[[Clip], NDArray[np.uint8]]
@@ -181,6 +181,14 @@ def videos(tmp_path: Path) -> Path:
         (folder / f"{name}.txt").write_text(f"clip {name}")
     Image.fromarray(frames[0]).save(folder / "c.png")
     return folder
+
+
+@pytest.fixture
+def catalog(videos: Path) -> Path:
+    """The catalog of these videos and the picture."""
+    out = videos / "catalog.parquet"
+    index([videos], captions=None, out=out, workers=0)
+    return out
 
 
 def test_real_clips_keep_frames_times_and_colours(
@@ -297,13 +305,12 @@ def test_a_damaged_prepared_file_is_written_anew_next_time(videos: Path) -> None
     assert _prepare(videos, settings)[0].rejected == []
 
 
-def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path) -> None:
+def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path, catalog: Path) -> None:
     """A file that vanished or changed its content since it was indexed is named."""
-    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
     (videos / "a.mp4").unlink()
     shutil.copyfile(videos / "c.png", videos / "b.mp4")
     out, settings = videos.parent / "out", Settings(sizes=((32, 48),))
-    report = prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
+    report = prepare(catalog, out, settings=settings, workers=0)
     assert report.prepared == 1
     reasons = {Path(each.path).name: each.reason for each in report.rejected}
     assert reasons["a.mp4"] == "does not exist"
@@ -311,7 +318,7 @@ def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path) -> 
     (videos / "c.png").unlink()
     shutil.rmtree(out)
     with pytest.raises(DataError, match=r"None of 3 clips could be prepared.*\n.*a\.mp4: does not"):
-        prepare(videos / "catalog.parquet", out, settings=settings, workers=0)
+        prepare(catalog, out, settings=settings, workers=0)
 
 
 def test_fps_thins_out_and_never_doubles(videos: Path) -> None:
@@ -354,31 +361,23 @@ def test_each_clip_covers_the_size_it_is_most_like() -> None:
         (Settings(sizes=((8, 8),), fps=0.0), "fps 0.0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(
-    videos: Path, settings: Settings, message: str
+def test_settings_that_cannot_be_are_refused_first(
+    tmp_path: Path, settings: Settings, message: str
 ) -> None:
-    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
     with pytest.raises(DataError, match=message):
-        prepare(videos / "catalog.parquet", videos.parent / "out", settings=settings)
-    assert not (videos.parent / "out").exists()
+        prepare(tmp_path / "not_read.parquet", tmp_path / "out", settings=settings)
+    assert not (tmp_path / "out").exists()
 
 
-def test_the_source_catalog_is_never_overwritten(videos: Path) -> None:
-    """Preparing into the catalog's own folder would replace it; that is refused."""
-    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+def test_the_source_catalog_is_never_overwritten(videos: Path, catalog: Path) -> None:
     with pytest.raises(DataError, match=r"is the catalog to be prepared\. Name another folder"):
-        prepare(videos / "catalog.parquet", videos, settings=Settings(sizes=((8, 8),)))
+        prepare(catalog, videos, settings=Settings(sizes=((8, 8),)))
 
 
-def test_progress_counts_writing_and_checking(videos: Path) -> None:
-    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
+def test_progress_counts_writing_and_checking(catalog: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    prepare(
-        videos / "catalog.parquet",
-        videos.parent / "out",
-        settings=Settings(sizes=((32, 48),)),
-        progress=lambda done, total: told.append((done, total)),
-    )
+    settings = Settings(sizes=((32, 48),))
+    prepare(catalog, tmp_path / "out", settings=settings, progress=lambda *each: told.append(each))
     assert told == [(done, 6) for done in range(1, 7)]
 
 
@@ -394,12 +393,11 @@ def test_a_clip_in_a_tar_is_prepared_from_there(videos: Path) -> None:
     assert Catalog.load(one).fingerprint == Catalog.load(two).fingerprint
 
 
-def test_nothing_but_a_catalog_is_overwritten(videos: Path) -> None:
+def test_nothing_but_a_catalog_is_overwritten(videos: Path, catalog: Path) -> None:
     """A file of somebody else's under the new catalog's name is left alone."""
-    index([videos], captions=None, out=videos / "catalog.parquet", workers=0)
     precious = videos.parent / "out" / "catalog.parquet"
     precious.parent.mkdir()
     precious.write_text("precious")
     with pytest.raises(DataError, match="exists and is not a catalog; it was not overwritten"):
-        prepare(videos / "catalog.parquet", precious.parent, settings=Settings(sizes=((8, 8),)))
+        prepare(catalog, precious.parent, settings=Settings(sizes=((8, 8),)))
     assert precious.read_text() == "precious"

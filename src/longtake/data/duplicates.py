@@ -18,7 +18,7 @@ from longtake.data import buckets, decode_limits
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, read_window
-from longtake.data.workers import Task
+from longtake.data.workers import ClipTask
 from longtake.errors import ClipError
 
 DISTANCE = 16  # bits of 256 in which two frames may differ; other signs in one place: 20 to 34
@@ -39,7 +39,7 @@ _SPREAD = np.arange(_FREQUENCIES**2) * 101 % _FREQUENCIES**2  # high and low one
 
 
 @dataclass(frozen=True)
-class HashTask(Task[Clip, str | ClipError]):
+class HashTask(ClipTask[Clip, str]):
     """Task that hashes the frames of one clip, each to 64 hex digits; flat frames are left out."""
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
@@ -55,12 +55,6 @@ class HashTask(Task[Clip, str | ClipError]):
             return hash_frames(item, self.limits.timed(item.media, progress)).tobytes().hex()
         except ClipError as error:
             return error
-
-    def lost(self, item: Clip, reason: str) -> ClipError:
-        return ClipError(item.path, reason)
-
-    def reads(self, item: Clip) -> str:
-        return "" if item.media.is_remote else item.media.path
 
 
 def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> NDArray[np.uint64]:

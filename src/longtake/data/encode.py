@@ -40,7 +40,7 @@ from longtake.data.index import (
 )
 from longtake.data.tasks import run_tasks
 from longtake.data.window import at_timestamps
-from longtake.data.workers import Task
+from longtake.data.workers import ClipTask
 from longtake.errors import ClipError, DataError
 from longtake.fsio import atomic_write
 
@@ -230,7 +230,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class TranscodeTask(Task[Clip, ClipError | None]):
+class TranscodeTask(ClipTask[Clip, None]):
     """Task that writes a clip's prepared file unless it exists; returns the error, or None."""
 
     folder: Path  # files lie in subfolders named by the first two digits of the clip's identity
@@ -258,12 +258,6 @@ class TranscodeTask(Task[Clip, ClipError | None]):
         except OSError as error:
             raise DataError(f"{target} cannot be written: {error.strerror or error}.") from error
         return None
-
-    def lost(self, item: Clip, reason: str) -> ClipError:
-        return ClipError(item.path, reason)
-
-    def reads(self, item: Clip) -> str:
-        return "" if item.media.is_remote else item.media.path
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -23,7 +23,7 @@ from pydantic import Field, TypeAdapter
 from longtake.data import decode, decode_limits, index, sources, stores, tables, tasks
 from longtake.data.catalog import Rejection
 from longtake.data.clip import Item, Media
-from longtake.data.workers import SILENCE_SECONDS, Task
+from longtake.data.workers import SILENCE_SECONDS, ClipTask
 from longtake.errors import ClipError, DataError
 from longtake.formatting import plural
 from longtake.fsio import Journal, atomic_write, make_writable, read_lines
@@ -54,7 +54,7 @@ class Scenes:
 
 
 @dataclass(frozen=True)
-class CutsTask(Task[Item, Scenes | ClipError]):
+class CutsTask(ClipTask[Item, Scenes]):
     """Task that finds the scenes of one video by decoding all of it."""
 
     threshold: float = THRESHOLD
@@ -75,12 +75,6 @@ class CutsTask(Task[Item, Scenes | ClipError]):
                     return find_scenes(media, _progressing(frames, timed), rate, self.threshold)
         except ClipError as error:
             return error
-
-    def lost(self, item: Item, reason: str) -> ClipError:
-        return ClipError(str(item.media), reason)
-
-    def reads(self, item: Item) -> str:
-        return "" if item.media.is_remote else item.media.path
 
 
 def _progressing(

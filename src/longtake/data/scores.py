@@ -21,7 +21,7 @@ from longtake.data import buckets, content, decode_limits, duplicates, tasks
 from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, Window, read_window
-from longtake.data.workers import Task
+from longtake.data.workers import ClipTask, Task
 from longtake.errors import ClipError, DataError
 from longtake.formatting import nearest
 from longtake.fsio import Count, Journal
@@ -127,7 +127,7 @@ def _tagger() -> "HanoverTagger":
 
 
 @dataclass(frozen=True)
-class MotionScore(Task[Clip, float | ClipError]):
+class MotionScore(ClipTask[Clip, float]):
     """Task that scores one clip by its motion."""
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
@@ -142,9 +142,6 @@ class MotionScore(Task[Clip, float | ClipError]):
             return motion(item, self.limits.timed(item.media, progress))
         except ClipError as error:
             return error
-
-    def lost(self, item: Clip, reason: str) -> ClipError:
-        return ClipError(item.path, reason)
 
     def reads(self, item: Clip) -> str:
         return item.media.path if item.num_frames > 1 and not item.media.is_remote else ""
@@ -185,7 +182,7 @@ def _windows(clip: Clip) -> list[Window]:
 
 
 @dataclass(frozen=True)
-class OwnScore(Task[Clip, float | ClipError]):
+class OwnScore(ClipTask[Clip, float]):
     """Task that calls a user's function for one clip."""
 
     by: str  # `module:function`
@@ -220,12 +217,6 @@ class OwnScore(Task[Clip, float | ClipError]):
                 "finite number, or float('nan') for unknown."
             )
         return float(value)
-
-    def lost(self, item: Clip, reason: str) -> ClipError:
-        return ClipError(item.path, reason)
-
-    def reads(self, item: Clip) -> str:
-        return "" if item.media.is_remote else item.media.path
 
 
 def _is_number(value: Any) -> bool:

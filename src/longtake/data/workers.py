@@ -27,10 +27,12 @@ from numpy.typing import NDArray
 
 from longtake import errors, heartbeat, process, stacks
 from longtake.config import StoreSection
+from longtake.data import clip
 from longtake.data.clip import Media
 from longtake.data.stores import Fetched
 
 Item = TypeVar("Item")
+ClipItem = TypeVar("ClipItem", bound=clip.Clip | clip.Item)
 Result = TypeVar("Result")
 Reply = tuple[Literal["ready", "progress", "fetched", "done", "failed", "refused"], Any]
 """Message of a worker: its kind and value.
@@ -88,6 +90,16 @@ class Task(ABC, Generic[Item, Result]):
     def folders(self) -> tuple[Path, ...]:
         """Folders that the task writes to, which must be shared by all machines."""
         return ()
+
+
+class ClipTask(Task[ClipItem, Result | errors.ClipError]):
+    """Task of one clip or file; its result is an error for one that cannot be read."""
+
+    def lost(self, item: ClipItem, reason: str) -> Result | errors.ClipError:
+        return errors.ClipError(str(item.media), reason)
+
+    def reads(self, item: ClipItem) -> str:
+        return "" if item.media.is_remote else item.media.path
 
 
 @dataclass(frozen=True)
