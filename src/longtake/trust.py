@@ -196,16 +196,12 @@ def _why_not(name: str, error: Exception) -> str:
     if missing is None or not f"{name}.".startswith(f"{missing}."):
         return f"importing it failed with {type(error).__name__}: {error}"
     package, _, last = missing.rpartition(".")
-    where = package or Path.cwd()
-    return f"{where} has no module {last}; {did_you_mean(last, _modules_in(package))}"
-
-
-def _modules_in(package: str) -> set[str]:
-    """List the modules and folders of an imported package, or of the current directory for ""."""
+    # The modules and folders of the imported package, or of the current directory.
     paths = getattr(sys.modules[package], "__path__", ()) if package else [str(Path.cwd())]
     folders = [each.parent.name for path in paths for each in Path(path).glob("*/*.py")]
     files = [each.name for each in pkgutil.iter_modules(paths)]
-    return {each for each in {*files, *folders} if each.isidentifier() and each[0] != "_"}
+    names = {each for each in {*files, *folders} if each.isidentifier() and each[0] != "_"}
+    return f"{package or Path.cwd()} has no module {last}; {did_you_mean(last, names)}"
 
 
 class RestrictedUnpickler(pickle.Unpickler):

@@ -456,7 +456,14 @@ def _finish(
             entry = cache.entry(part)
             if writer.holds(entry):  # another process has written it meanwhile
                 continue
-            tensors = _tensors(cache, part, read, encode)
+            if part.made == "values":
+                values = torch.from_numpy(as_values(part.reads[name], read[name]))
+                # Of equal frames only one is stored: a mask, or a picture, for the whole clip.
+                is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
+                tensors = {"values": values[:, :1] if is_same else values}
+            else:
+                encoded = encode(part, read)
+                tensors = {name: cache.stored(each) for name, each in encoded.items()}
             refuse_not_finite(window.media, tensors)
         except ClipError as error:
             why = conditioning_error(window, name, error) if name else error
@@ -469,18 +476,6 @@ def _finish(
         first = next(name for name in ("", *cache.data.conditioning) if name in failures)
         report.failures[cache.latents(window).key] = failures[first]
         report.refuse_too_many(cache.data.max_quarantined_clips)
-
-
-def _tensors(
-    cache: Cache, part: SamplePart, read: Mapping[str, NDArray[np.uint8]], encode: EncodePart
-) -> dict[str, Tensor]:
-    if part.made == "values":
-        ((name, wanted),) = part.reads.items()
-        values = torch.from_numpy(as_values(wanted, read[name]))
-        # Of equal frames only one is stored: a mask, or a picture, for the whole clip.
-        is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
-        return {"values": values[:, :1] if is_same else values}
-    return {name: cache.stored(each) for name, each in encode(part, read).items()}
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:

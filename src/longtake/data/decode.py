@@ -62,7 +62,15 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
                 data = file.read(-1 if media.num_bytes is None else media.num_bytes)
             # Warnings are about metadata; sizes are checked below.
             with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
-                _check_image(media, image)
+                check_pixels(media, image.width, image.height)
+                num_pictures = getattr(image, "n_frames", 1)
+                if num_pictures > 1 and image.format != "MPO":
+                    remedy = "make a video or images of it"
+                    raise ClipError(str(media), f"holds {num_pictures} pictures; {remedy}")
+                # No value of these modes is defined as white: scaling to 8 bits would be a guess.
+                if image.mode in ("I", "F"):
+                    reason = f"pixels of mode {image.mode} have no defined white"
+                    raise ClipError(str(media), reason)
                 codec, mode = (image.format or "").lower(), image.mode
                 return np.asarray(_image_rgb(ImageOps.exif_transpose(image), over)), codec, mode
         except ClipError:
@@ -74,16 +82,6 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
         except Exception as error:  # a hostile file makes Pillow's parsers raise almost anything
             reason = str(error).split(" <_io")[0] or type(error).__name__
             raise ClipError(str(media), f"not a readable image: {reason}") from error
-
-
-def _check_image(media: Media, image: Image.Image) -> None:
-    check_pixels(media, image.width, image.height)
-    num_pictures = getattr(image, "n_frames", 1)
-    if num_pictures > 1 and image.format != "MPO":
-        raise ClipError(str(media), f"holds {num_pictures} pictures; make a video or images of it")
-    # Nothing in the file says which value is white, so scaling to 8 bits would be a guess.
-    if image.mode in ("I", "F"):
-        raise ClipError(str(media), f"pixels of mode {image.mode} have no defined white")
 
 
 def _image_rgb(image: Image.Image, over: str) -> Image.Image:

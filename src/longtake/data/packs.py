@@ -378,7 +378,9 @@ class PackIndex:
         if runs:
             # The run of the index file stays as it is, mapped and out of memory.
             saved, others = self._runs[: self._num_saved], self._runs[self._num_saved :]
-            self._runs = [*saved, _joined([*others, *runs])]
+            columns = [np.concatenate(each) for each in zip(*others, *runs, strict=True)]
+            order = np.argsort(columns[0], kind="stable")
+            self._runs = [*saved, _Run(*(column[order] for column in columns))]
 
     def _pack(self, name: str, size: int) -> int:
         self._numbers[name] = len(self._packs)
@@ -487,13 +489,6 @@ def cannot_write(path: Path, error: OSError) -> errors.DataError:
         f"The cache cannot be written: {path}: {error.strerror or error}. Make room or make it "
         "writable, or choose another folder with --set data.cache=FOLDER."
     )
-
-
-def _joined(runs: Sequence[_Run]) -> _Run:
-    high = np.concatenate([run.high for run in runs])
-    order = np.argsort(high, kind="stable")
-    others = (np.concatenate(each)[order] for each in list(zip(*runs, strict=True))[1:])
-    return _Run(high[order], *others)
 
 
 def _part(name: str, stored: str, shape: Sequence[int], dtype: str, rows: int) -> _Part:

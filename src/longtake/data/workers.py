@@ -220,7 +220,8 @@ class WorkerPool(Generic[Item, Result]):
         try:
             # Nothing here may block for long: it watches all workers.
             while not self._end:
-                self._start_workers()
+                while len(self._workers) < self._count and not self._end:
+                    self._workers.append(_Worker(self._start, self._task.doing))
                 self._dispatch()
                 for worker in self._wait():
                     self._on_message(worker)
@@ -229,16 +230,15 @@ class WorkerPool(Generic[Item, Result]):
         except Exception as error:  # otherwise futures would wait forever
             self._stop(error)
         finally:
-            self._fail_all()
-
-    def _start_workers(self) -> None:
-        while len(self._workers) < self._count and not self._end:
-            try:
-                self._workers.append(_Worker(self._start))
-            except OSError as error:
-                raise errors.DataError(
-                    f"A {self._task.doing} process could not be started: {error}."
-                ) from error
+            assert self._end
+            for worker in self._workers:
+                worker.end()
+            with self._lock:
+                jobs = [*(each.job for each in self._workers if each.job), *self._queue]
+                self._workers.clear()
+                self._queue.clear()
+            for job in jobs:
+                job.fail(self._end)
 
     def _dispatch(self) -> None:
         for worker in self._workers:
@@ -343,7 +343,13 @@ class WorkerPool(Generic[Item, Result]):
         if not worker.is_ready:
             self._failed_starts += 1
             if self._failed_starts == _MAX_FAILED_STARTS:
-                raise errors.DataError(_cannot_start(self._task, reason, stack))
+                said = (stack.raw.strip().splitlines() or ["nothing"])[-1]
+                raise errors.DataError(
+                    f"No {self._task.doing} process can be started; the last of "
+                    f"{_MAX_FAILED_STARTS}: {reason}. It said: {said}. Try `python -m "
+                    f"{PROGRAM[0]}`, which should say that it is a part of the pool"
+                    f"{self._task.start_hint}."
+                )
 
     def _fail(self, job: "_Job", reason: str, where: str | None = None) -> None:
         """Queue a failed job again, or finish it as lost when it is out of attempts.
@@ -365,17 +371,6 @@ class WorkerPool(Generic[Item, Result]):
             job.fail(error)
         else:
             job.succeed(result)
-
-    def _fail_all(self) -> None:
-        assert self._end
-        for worker in self._workers:
-            worker.end()
-        with self._lock:
-            jobs = [*(each.job for each in self._workers if each.job), *self._queue]
-            self._workers.clear()
-            self._queue.clear()
-        for job in jobs:
-            job.fail(self._end)
 
 
 @dataclass(eq=False)
@@ -412,7 +407,7 @@ class _Worker:
     Buffers are used in turn: one is copied out while the worker fills the other.
     """
 
-    def __init__(self, start: _Start) -> None:
+    def __init__(self, start: _Start, doing: str) -> None:
         self._heartbeats = start.heartbeats
         self.is_ready = False
         self.job: _Job | None = None
@@ -443,9 +438,9 @@ class _Worker:
                 ),
                 cwd=start.cwd,
             )
-        except OSError:
+        except OSError as error:
             self._close()
-            raise
+            raise errors.DataError(f"A {doing} process could not be started: {error}.") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()
@@ -531,12 +526,3 @@ def _how_it_ended(status: int | None) -> str:
     name = signal.Signals(-status).name
     hint = " (by hand, or the machine was out of memory)" if name == "SIGKILL" else ""
     return f"was ended by {name}{hint}"
-
-
-def _cannot_start(task: Task[Any, Any], reason: str, stack: stacks.StackDump) -> str:
-    said = (stack.raw.strip().splitlines() or ["nothing"])[-1]
-    return (
-        f"No {task.doing} process can be started; the last of {_MAX_FAILED_STARTS}: {reason}. It "
-        f"said: {said}. Try `python -m {PROGRAM[0]}`, which should say that it is a part of the "
-        f"pool{task.start_hint}."
-    )
