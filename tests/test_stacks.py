@@ -12,7 +12,8 @@ import pytest
 from tests.build import wait_until
 
 from longtake import stacks
-from longtake.stacks import common_calls, descendants, facts, native_stack, parents, python_stack
+from longtake.process import read_stat
+from longtake.stacks import common_calls, descendants, native_stack, parents, python_stack
 
 pytestmark = pytest.mark.usefixtures("patient_dumps")
 
@@ -268,14 +269,14 @@ def test_calls_of_c_do_not_tell_stacks_apart() -> None:
 def test_facts_of_a_process() -> None:
     program = "while True: pass"
     with subprocess.Popen([sys.executable, "-c", program, "a name (with) words"]) as process:
-        found = wait_until(lambda: (f := facts(process.pid)) and f.cpu_seconds > 0.05 and f)
+        found = wait_until(lambda: (f := read_stat(process.pid)) and f.cpu_seconds > 0.05 and f)
+        assert found.command == f"{sys.executable} -c {program} a name (with) words"
         os.kill(process.pid, signal.SIGSTOP)
         await_state(process.pid, "T")
-        stopped = facts(process.pid)
+        stopped = read_stat(process.pid)
         process.kill()
     assert found
-    assert (found.pid, found.ppid) == (process.pid, os.getpid())
-    assert found.command == f"{sys.executable} -c {program} a name (with) words"
+    assert (found.pid, found.parent) == (process.pid, os.getpid())
     assert stopped
     assert stopped.state == "T"
     assert stopped.cpu_seconds >= found.cpu_seconds
@@ -286,11 +287,11 @@ def test_a_dead_process_has_its_name_alone() -> None:
     process = subprocess.Popen(["sleep", "600"])
     os.kill(process.pid, signal.SIGKILL)
     await_state(process.pid, "Z")
-    found = facts(process.pid)
+    found = read_stat(process.pid)
     assert found
     assert (found.command, found.state) == ("[sleep]", "Z")
     process.wait()
-    assert facts(process.pid) is None
+    assert read_stat(process.pid) is None
 
 
 def test_descendants() -> None:

@@ -587,6 +587,15 @@ class ProcessStat:
     def is_gone(self) -> bool:
         return self.state in "ZX"
 
+    @property
+    def command(self) -> str:
+        """Return the command line; [name] where that cannot be read."""
+        command = ""
+        if self.state not in "DZ":  # it lies in the process's memory: reading it may block
+            with suppress(OSError):
+                command = Path(f"/proc/{self.pid}/cmdline").read_text(errors="replace")
+        return command.replace("\0", " ").strip() or f"[{self.name}]"
+
 
 def read_stat(pid: int) -> ProcessStat | None:
     """Read /proc/<pid>/stat; None: the process does not exist."""

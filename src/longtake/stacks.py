@@ -346,27 +346,6 @@ def short_file(file: str) -> str:
 # --- Which processes there are.
 
 
-@dataclass(frozen=True)
-class ProcessFacts:
-    """A process as /proc shows it: parent, command, state and CPU time."""
-
-    pid: int
-    ppid: int
-    command: str  # its command line; [name] where that cannot be read
-    state: str  # see `StackDump`
-    cpu_seconds: float  # user and system time of all its threads since its start
-
-
-def facts(pid: int) -> ProcessFacts | None:
-    """Read a process's facts from /proc; None: it does not exist."""
-    if (stat := read_stat(pid)) is None:
-        return None
-    command = f"[{stat.name}]"
-    if stat.state not in "DZ":  # a command line lies in the process's memory: reading may block
-        command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or command
-    return ProcessFacts(pid, stat.parent, command, stat.state, stat.cpu_seconds)
-
-
 def state_of(pid: int) -> str:
     stat = read_stat(pid)
     return stat.state if stat else ""

@@ -20,8 +20,8 @@ from tests.cluster.launchers import core_shares
 
 from longtake.errors import RunError
 from longtake.faults.sandbox import RANK_ENVIRONMENT, RunObserver
-from longtake.process import environment, num_cores, program
-from longtake.stacks import descendants, facts
+from longtake.process import environment, num_cores, program, read_stat
+from longtake.stacks import descendants
 
 _PROGRAMS = (
     *("taskset", "munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo"),
@@ -207,7 +207,9 @@ class SlurmJob(RunObserver):
             self._state = self.facts()["JobState"]
         if self._state in _LASTING:
             return None
-        return int(self.facts()["ExitCode"].partition(":")[0]) if self._state != "COMPLETED" else 0
+        return (
+            int(self.facts()["ExitCode"].partition(":")[0]) if self._state != "COMPLETED" else 0
+        )
 
     def kill(self) -> bool:
         was_running = self.exit_code() is None
@@ -233,7 +235,7 @@ class SlurmJob(RunObserver):
     @contextmanager
     def stopped(self) -> Iterator[list[int]]:
         """Stop its ranks (SIGSTOP) within the block; yields their pids."""
-        ours = (facts(pid) for pid in descendants(os.getpid()))
+        ours = (read_stat(pid) for pid in descendants(os.getpid()))
         ranks = [each.pid for each in ours if each and _RANK in each.command]
         for pid in ranks:
             os.kill(pid, signal.SIGSTOP)

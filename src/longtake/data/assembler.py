@@ -191,7 +191,7 @@ class BatchAssembler:
                 continue
             if bucket != planned.bucket:
                 planned = replace(planned, bucket=bucket)
-                buffer = buffer.reshaped(bucket)
+                buffer = buffer.source.buffer(bucket, len(self.places(planned)))
             of_stream = planned if stream is None else replace(planned, source=stream.source)
             sample = self._fetch(clip, of_stream, planned.epoch, buffer, place)
             if self._wait(sample, buffer, place):

@@ -279,19 +279,16 @@ class CachedBuffer:
     """Samples of one batch that are read in the background."""
 
     def __init__(self, source: CachedSource, shape: Bucket, num_places: int) -> None:
-        self._source = source
+        self.source = source
         self._shape = shape
         self._pending: dict[int, Future[_Content]] = {}
         self._filled: list[_Content | None] = [None] * num_places
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        self._pending[place] = self._source.threads.submit(self._source.content, clip, window)
+        self._pending[place] = self.source.threads.submit(self.source.content, clip, window)
 
     def wait(self, place: int) -> None:
         self._filled[place] = self._pending.pop(place).result()
-
-    def reshaped(self, shape: Bucket) -> "CachedBuffer":
-        return CachedBuffer(self._source, shape, len(self._filled))
 
     def copy(self, source: int, place: int) -> None:
         self._filled[place] = self._filled[source]
@@ -300,7 +297,7 @@ class CachedBuffer:
         contents = [each for each in self._filled if each is not None]
         assert len(contents) == len(self._filled)
         no_captions = [each.no_caption for each in contents]
-        if not self._source.cache.with_text:
+        if not self.source.cache.with_text:
             # Without pictures the empty caption's embeddings are the same for all samples.
             no_captions = no_captions[:1]
         # No pixels: zero frames keep the shape that the training loop expects.

@@ -93,7 +93,7 @@ class PixelBuffer:
     """Pixels of one batch; each sample is decoded into its place."""
 
     def __init__(self, source: DecodingSource, shape: Bucket, num_places: int) -> None:
-        self._source = source
+        self.source = source
         self._shape = shape
         height, width, frames = shape.height, shape.width, shape.num_frames
         self._videos = np.empty((num_places, 3, frames, height, width), np.uint8)
@@ -104,17 +104,17 @@ class PixelBuffer:
         self._pending: dict[int, _PendingPixels] = {}
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        data = self._source.data
+        data = self.source.data
         requested = {"": self._request(window, self._videos[place])}
         for name, wanted in conditioning_of(clip, window, data.conditioning).items():
-            wanted = input_files.with_known(wanted, self._source.known_inputs)
+            wanted = input_files.with_known(wanted, self.source.known_inputs)
             requested[name] = self._request(wanted, as_bytes(self._inputs[name][place]))
         is_kept = buckets.is_only_window(clip, self._shape, data)
         self._pending[place] = _PendingPixels(window, is_kept, requested)
 
     def _request(self, wanted: Wanted, out: Pixels) -> tuple[Wanted, Future[Pixels]]:
-        if (cached := self._source.cache.contents.get(wanted)) is None:
-            return wanted, self._source.pool.submit(wanted, out)
+        if (cached := self.source.cache.contents.get(wanted)) is None:
+            return wanted, self.source.pool.submit(wanted, out)
         out[...] = cached
         pixels: Future[Pixels] = Future()
         pixels.set_result(out)
@@ -135,12 +135,9 @@ class PixelBuffer:
                 errors.append(conditioning_error(window, name, error) if name else error)
             else:
                 if is_kept:
-                    self._source.cache.keep(wanted, pixels)
+                    self.source.cache.keep(wanted, pixels)
         if errors:
             raise errors[0]
-
-    def reshaped(self, shape: Bucket) -> "PixelBuffer":
-        return PixelBuffer(self._source, shape, len(self._videos))
 
     def copy(self, source: int, place: int) -> None:
         for pixels in (self._videos, *self._inputs.values()):

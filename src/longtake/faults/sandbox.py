@@ -29,7 +29,7 @@ from longtake.data.index import index
 from longtake.demo.shapes import write_clips
 from longtake.faults.faulty_processes import Hang, read_hang
 from longtake.node_dir import NodeDirectory, NodeEventKind
-from longtake.process import SETTINGS_VARIABLE, program, start
+from longtake.process import SETTINGS_VARIABLE, program, read_stat, start
 from longtake.run_dir import EventKind, RunDirectory
 
 NUM_CLIPS = 64
@@ -339,7 +339,7 @@ class TrainingProcess(RunObserver):
         The watcher ends by itself. Returns True if the signal ended the process.
         """
         if self._process.returncode is None:  # otherwise the pid may have been reused
-            started = [stacks.facts(pid) for pid in stacks.descendants(self.pid)]
+            started = [read_stat(pid) for pid in stacks.descendants(self.pid)]
             ranks = [each.pid for each in started if each and _WATCHER not in each.command]
             for pid in (self.pid, *ranks):
                 with suppress(ProcessLookupError):

@@ -31,7 +31,6 @@ from longtake.monitor import dumps, flight_recorder, observe, reporting
 from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.stall_record import StallDiagnosis
 from longtake.run_dir import RunDirectory
-from longtake.stacks import facts
 
 _T = TypeVar("_T")
 StallOutcome = Literal["stalled", "cleared", "failed"]
@@ -618,11 +617,11 @@ def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
     Raises:
         RunError: there is no such process, or it belongs to another user.
     """
-    found, here = facts(pid), socket.gethostname()
+    found, here = process.read_stat(pid), socket.gethostname()
     if found is None:
         raise RunError(f"There is no process {pid} on this node ({here}).")
     if found.state == "Z":
-        raise RunError(f"Process {pid} has ended; its parent, {found.ppid}, has not reaped it.")
+        raise RunError(f"Process {pid} has ended; its parent, {found.parent}, has not reaped it.")
     try:
         owner = Path(f"/proc/{pid}").stat().st_uid
     except OSError as error:

@@ -18,8 +18,9 @@ from typing import Any, Literal
 from longtake import fsio, stacks
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, Round, requests_path
+from longtake.process import read_stat
 from longtake.run_dir import RunDirectory
-from longtake.stacks import Stack, descendants, facts, native_stack, parents, python_stack
+from longtake.stacks import Stack, descendants, native_stack, parents, python_stack
 
 ProcessRole = Literal["rank", "decode", "agent", "helper"]
 DumpReason = Literal["stall", "asked"]
@@ -77,7 +78,7 @@ def process_tree(pid: int) -> list[RunProcess]:
 
 
 def _agents(pids: Collection[int]) -> list[int]:
-    found = [each for each in map(facts, sorted(pids)) if each]
+    found = [each for each in map(read_stat, sorted(pids)) if each]
     return [each.pid for each in found if any(name in each.command for name in _AGENTS)]
 
 
@@ -95,12 +96,8 @@ def _helpers(
     roots: Sequence[int], heartbeats: Sequence[Heartbeat], known: Mapping[int, int]
 ) -> list[RunProcess]:
     def is_observer(pid: int) -> bool:
-        found = facts(pid)
-        return (
-            found is None
-            or found.state in "ZX"
-            or any(name in found.command for name in _OBSERVERS)
-        )
+        found = read_stat(pid)
+        return found is None or found.is_gone or any(name in found.command for name in _OBSERVERS)
 
     of_pid = {each.pid: each for each in heartbeats}
     # The watcher and py-spy are descendants of a rank too, with everything that they start.
@@ -225,7 +222,7 @@ class EarlyRounds:
 
 
 def _dump_round(there: Sequence[RunProcess], at: float) -> Round:
-    known = {each.pid: found for each in there if (found := facts(each.pid))}
+    known = {each.pid: found for each in there if (found := read_stat(each.pid))}
     # A process may have ended since it was found.
     there = [each for each in there if each.pid in known]
     dumps = stacks.dump_all({each.pid: each.signal_file for each in there})
@@ -235,7 +232,7 @@ def _dump_round(there: Sequence[RunProcess], at: float) -> Round:
         processes.append(
             {
                 "pid": each.pid,
-                "ppid": found.ppid,
+                "ppid": found.parent,
                 "role": each.role,
                 "rank": each.rank,
                 "command": found.command,
