@@ -207,9 +207,7 @@ class SlurmJob(RunObserver):
             self._state = self.facts()["JobState"]
         if self._state in _LASTING:
             return None
-        return (
-            int(self.facts()["ExitCode"].partition(":")[0]) if self._state != "COMPLETED" else 0
-        )
+        return int(self.facts()["ExitCode"].partition(":")[0]) if self._state != "COMPLETED" else 0
 
     def kill(self) -> bool:
         was_running = self.exit_code() is None
