@@ -591,8 +591,8 @@ class ProcessStat:
     def command(self) -> str:
         """Return the command line; [name] where that cannot be read."""
         command = ""
-        if self.state not in "DZ":  # it lies in the process's memory: reading it may block
-            with suppress(OSError):
+        with suppress(OSError):
+            if self.state not in "DZ":  # it lies in the process's memory: reading it may block
                 command = Path(f"/proc/{self.pid}/cmdline").read_text(errors="replace")
         return command.replace("\0", " ").strip() or f"[{self.name}]"
 
@@ -634,17 +634,14 @@ def pid_namespace() -> str | None:
 
 
 def num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def cpu_flags() -> frozenset[str]:
     """Return an x86 processor's instruction-set flags from /proc/cpuinfo; empty elsewhere."""
-    try:
+    lines = list[str]()
+    with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
     flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
     return frozenset(next(flags, "").split())
 
