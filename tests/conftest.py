@@ -1,6 +1,6 @@
 """Fixtures that tests of more than one package need."""
 
-import importlib.util
+import gc
 import json
 import os
 import runpy
@@ -17,7 +17,9 @@ from typing import IO, Any
 
 import pytest
 from rich.console import Console
+from tests import allowed_skips, core_seconds, determinism
 from tests.cluster import hosts
+from tests.warm import Forked
 
 import longtake
 from longtake import config, process, stacks
@@ -28,6 +30,13 @@ from longtake.demo.shapes import write_clips
 from longtake.fsio import now, write_json
 from longtake.monitor import dumps
 from longtake.run_dir import RunDirectory
+
+# Collecting imports and makes millions of objects that stay: none is garbage.
+gc.disable()
+# Also where an environment says to keep no bytecode, as containers do: otherwise each of three
+# processes rewrites the assertions of all tests anew. Tests themselves run as the environment says.
+_keeps_no_bytecode = sys.dont_write_bytecode
+sys.dont_write_bytecode = False
 
 # Suggested commands are then `longtake ...`, however pytest was started.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
@@ -50,9 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
             f"These tests are of {_ROOT}, and Python imports longtake from {imported}. Make a "
             f"virtual environment in {_ROOT} (make check), or set PYTHONPATH={_ROOT / 'src'}."
         )
-    config.pluginmanager.register(_beside("allowed_skips"))
-    config.pluginmanager.register(_beside("core_seconds").CoreSeconds())
-    config.pluginmanager.register(_beside("determinism"))
+    config.pluginmanager.register(allowed_skips)
+    config.pluginmanager.register(core_seconds.CoreSeconds())
+    config.pluginmanager.register(determinism)
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -61,6 +70,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the most slow tests first, so that none is begun when all others have ended."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     items.sort(key=lambda item: -slow[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on, but never look again at what was imported."""
+    sys.dont_write_bytecode = _keeps_no_bytecode
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
@@ -118,18 +134,6 @@ enabled = false
 [tracking]
 tensorboard = false
 """
-
-
-def _beside(name: str) -> ModuleType:
-    """A module that lies beside this file."""
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(f"longtake_{name}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look for it there
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="session")
@@ -321,7 +325,6 @@ def start_warm(warm: list[str]) -> Callable[..., Any]:
     What torchrun would start again, and what begins in another namespace, it starts as it is.
     """
     *_, socket = warm
-    forked = _beside("warm").Forked
 
     def start(
         command: Sequence[str], log: IO[bytes], folder: Path | None = None, **changes: str
@@ -330,7 +333,7 @@ def start_warm(warm: list[str]) -> Callable[..., Any]:
         if command[0] != sys.executable or restarts[0] != "0":
             return process.start(command, log, folder, **changes)
         where, log_file = str(folder or Path.cwd()), log.fileno()
-        return forked(socket, command, where, process.environment(**changes), log_file)
+        return Forked(socket, command, where, process.environment(**changes), log_file)
 
     return start
 

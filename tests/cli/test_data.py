@@ -5,7 +5,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from dataclasses import replace
@@ -161,7 +160,7 @@ class Slow:
 
 
 def test_an_interrupted_captioning_resumes(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
+    place: Path, warm: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Call
 ) -> None:
     (tmp_path / "own_captioner.py").write_text(_CAPTIONER)
     monkeypatch.chdir(tmp_path)
@@ -169,7 +168,7 @@ def test_an_interrupted_captioning_resumes(
     words = ["data", "caption", str(place / "silent.parquet"), "--with", "own_captioner:Slow"]
     words += ["--option", "word=shapes", "--out", "out.parquet", "--frames", "2", "--workers", "1"]
     words += ["--option", "seconds=2"]
-    command = [sys.executable, "-m", "longtake", *words]
+    command = [*warm, "1", "-m", "longtake", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as begun:
         wait_until(lambda: asked.exists() and len(asked.read_text().split()) >= 3)
         begun.send_signal(signal.SIGINT)

@@ -25,7 +25,7 @@ from longtake.cluster.findings import Check, CheckContext, CheckResult, Facts
 from longtake.cluster.preflight import CHECKS, measure_within
 from longtake.cluster.topology import ProcessInfo
 
-_LONGTAKE = [sys.executable, "-m", "longtake", "preflight"]
+_PREFLIGHT = ["-m", "longtake", "preflight", "--json", "--timeout", "60"]
 _GPU = 3
 _OWN_MEMORY = 'mount -t tmpfs none /dev/shm && exec "$@"'
 _CONTAINER = ["unshare", "--mount", "sh", "-c", _OWN_MEMORY, "sh"]
@@ -36,10 +36,8 @@ def test_two_processes_of_a_node(
     on_two_processes: list[str], write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     recipe = write_recipe(tmp_path / "r.toml")
-    command = [*on_two_processes, "-m", "longtake", "preflight", str(recipe), "--json"]
-    done = subprocess.run(
-        [*command, "--timeout", "60"], capture_output=True, text=True, timeout=280, cwd=tmp_path
-    )
+    command = [*on_two_processes, *_PREFLIGHT, str(recipe)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=tmp_path)
     told: dict[str, Any] = json.loads(done.stdout)
     [node] = told["nodes"]
     assert (node["name"], node["processes"]) == (socket.gethostname(), 2)
@@ -50,7 +48,7 @@ def test_two_processes_of_a_node(
 
 
 @pytest.mark.slow
-def test_two_tasks_of_slurm(tmp_path: Path) -> None:
+def test_two_tasks_of_slurm(warm: list[str], tmp_path: Path) -> None:
     """Without torchrun two tasks meet by what srun sets, as two nodes that share their name.
 
     That is an error if they do not share memory either, as two containers do not; where this
@@ -66,15 +64,16 @@ def test_two_tasks_of_slurm(tmp_path: Path) -> None:
         "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
     }
+    second = [*_CONTAINER, sys.executable] if apart else [*warm, "1"]
     tasks = [
         subprocess.Popen(
-            [*(_CONTAINER if apart and number else []), *_LONGTAKE, "--json", "--timeout", "60"],
+            [*command, *_PREFLIGHT],
             env=os.environ | given | {"SLURM_PROCID": str(number), "SLURM_NODEID": str(number)},
             stdout=subprocess.PIPE,
             text=True,
             cwd=tmp_path,
         )
-        for number in range(2)
+        for number, command in enumerate(([*warm, "1"], second))
     ]
     said = [task.communicate(timeout=280)[0] for task in tasks]
     told = json.loads(said[0])

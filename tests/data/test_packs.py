@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -314,9 +313,11 @@ with packs.PackWriter(packs.PackIndex(folder)) as writer:
 """
 
 
-def test_two_writers_that_are_killed_leave_whole_packs_only(tmp_path: Path) -> None:
+def test_two_writers_that_are_killed_leave_whole_packs_only(
+    warm: list[str], tmp_path: Path
+) -> None:
     """What was in packs is not written again."""
-    command = [sys.executable, "-c", _WRITER, str(tmp_path)]
+    command = [*warm, "1", "-c", _WRITER, str(tmp_path)]
     writers = [
         subprocess.Popen([*command, first], stdout=subprocess.PIPE, text=True, cwd=_ROOT)
         for first in ("0", "50")

@@ -1,34 +1,26 @@
-"""The forked command line, and a folder with a run for each case."""
+"""The command line in forked processes, and a folder with a run for each case."""
 
-import importlib.util
 import os
 import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-
-
-def _beside(name: str) -> ModuleType:
-    """A module that lies beside this file."""
-    full = f"tests.fuzz.{name}"
-    if full not in sys.modules:
-        spec = importlib.util.spec_from_file_location(full, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        sys.modules[full] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    return sys.modules[full]
-
+from tests.fuzz import material
+from tests.fuzz.oracle import Ended, complaints
+from tests.warm import Forked
 
 _FOLDER = Path(__file__).parent
 _NUM_KEPT = 40
+_LONGTAKE = (sys.executable, "-P", "-m", "longtake")
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+_MEMORY_BYTES = 8 * 2**30
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -42,10 +34,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if item not in set(dropped)]
 
 
-for _name in ("mutations", "generators", "damages"):  # the tests import them by these names
-    _beside(_name)
-
-
 @pytest.fixture(scope="session")
 def _home() -> Iterator[Path]:
     """A folder for this session."""
@@ -55,23 +43,51 @@ def _home() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def command_line(_home: Path) -> Iterator[Any]:
-    """Runs `longtake` in forks of a process that has imported it."""
-    (_home / "server").mkdir()
-    command_line = _beside("forked").CommandLine(_home / "server")
-    yield command_line
-    command_line.close()
+def run_longtake(_home: Path, warm: list[str]) -> Callable[..., Ended]:
+    """Runs `longtake` with arguments in a folder, and kills what it leaves behind."""
+
+    def run(
+        arguments: list[str],
+        cwd: Path,
+        *,
+        seconds: float = 60.0,
+        memory_bytes: int = _MEMORY_BYTES,
+        **limits: int,
+    ) -> Ended:
+        """Run one command; `limits` are those of tests/warm.py, whose server runs it."""
+        paths = [_home / name for name in ("stdout", "stderr")]
+        begun = time.monotonic()
+        with paths[0].open("wb") as stdout, paths[1].open("wb") as stderr:
+            process = Forked(
+                warm[-1],
+                (*_LONGTAKE, *arguments),
+                str(cwd),
+                os.environ | _QUIET,
+                stdout.fileno(),
+                stderr.fileno(),
+                {"memory_bytes": memory_bytes, **limits},
+            )
+            code: int | None
+            try:
+                code = process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                code = None
+                process.kill()
+                process.wait()
+        said, complained = (path.read_text(errors="surrogateescape") for path in paths)
+        return Ended(code, said, complained, round(time.monotonic() - begun, 3))
+
+    return run
 
 
 @pytest.fixture(scope="session")
-def base(_home: Path, command_line: Any) -> Path:
+def base(_home: Path, run_longtake: Callable[..., Ended]) -> Path:
     """Clips, a catalog, a recipe, a run of 4 steps with 2 checkpoints, and its evaluations."""
-    material = _beside("material")
     base = _home / "base"
     base.mkdir()
     material.begin(base)
     for command in material.COMMANDS:
-        ended = command_line.call(command, base, seconds=300.0)
+        ended = run_longtake(command, base, seconds=300.0)
         assert ended.code == 0, ended
     material.finish(base)
     return base
@@ -81,7 +97,7 @@ def base(_home: Path, command_line: Any) -> Path:
 def place(base: Path, _home: Path) -> Iterator[Path]:
     """A copy of the base, to damage."""
     folder = _home / "place"
-    _beside("material").copy(base, folder)
+    material.copy(base, folder)
     yield folder
     _make_removable(folder)
     shutil.rmtree(folder)
@@ -92,7 +108,7 @@ def _make_removable(folder: Path) -> None:
 
 
 @pytest.fixture
-def check(place: Path, base: Path, command_line: Any) -> Callable[..., Any]:
+def check(place: Path, base: Path, run_longtake: Callable[..., Ended]) -> Callable[..., Ended]:
     """Runs a command in the place, and asserts all that must hold after any command."""
 
     def run(
@@ -104,11 +120,10 @@ def check(place: Path, base: Path, command_line: Any) -> Callable[..., Any]:
         about: str = "",
         **limits: Any,
     ) -> Any:
-        files = _beside("material").files
-        before = files(place)
-        ended = command_line.call(command, place, **limits)
+        before = material.files(place)
+        ended = run_longtake(command, place, **limits)
         _make_removable(place)
-        wrong = _beside("oracle").complaints(ended, before, files(place), may_change, appended)
+        wrong = complaints(ended, before, material.files(place), may_change, appended)
         if must_succeed and ended.code != 0:
             wrong.append(f"ended with code {ended.code}, though it could go on")
         said = f"stdout: {ended.stdout[-1500:]}\nstderr: {ended.stderr[-2000:]}"

@@ -1,8 +1,8 @@
 """What must hold after any command on any input."""
 
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
 
 CANARY = "canary"
 """A file that hostile input would make, if it were run."""
@@ -11,8 +11,18 @@ _CODES = {0, 1, 2}
 _TRACES = ("Traceback (most recent call last)", "Fatal Python error", "terminate called")
 
 
+@dataclass(frozen=True)
+class Ended:
+    """The end of a command: `code` is negative for a signal, None after the time limit."""
+
+    code: int | None
+    stdout: str
+    stderr: str
+    seconds: float
+
+
 def complaints(
-    ended: Any,
+    ended: Ended,
     before: dict[str, bytes],
     after: dict[str, bytes],
     may_change: tuple[str, ...],
@@ -21,7 +31,7 @@ def complaints(
     """What is wrong with how a command ended; nothing, if all is well.
 
     Args:
-        ended: `forked.Ended`.
+        ended: the command's end.
         before: files of the place, and their content.
         after: the same after the command.
         may_change: patterns of files that the command may change or remove.
