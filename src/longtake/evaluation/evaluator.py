@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 
@@ -54,7 +54,10 @@ class SampleEvaluator:
         with watch.of("measure"):
             of_set = self._measure_extra(task, extras, videos, folder)
             recipe = self._recipe_of(task.run)
-            held_out = self._measure_held_out(task, recipe, sampler, progress)
+            held_out = None
+            if not sampler.is_shared:  # else other ranks would have to run the model too
+                with self._without(task, "held-out loss"):
+                    held_out = self._measure_held_out(task, recipe, sampler, progress)
             values = measures.mean_of([each["measures"] for each in videos]) | of_set
             alarms = self._alarms(task, recipe, values, progress)
         settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
@@ -136,20 +139,22 @@ class SampleEvaluator:
     def _measure_held_out(
         self, task: EvaluationTask, recipe: Recipe, sampler: Sampler, progress: Progress
     ) -> dict[str, float] | None:
-        if sampler.is_shared:  # other ranks would have to run the model too
-            return None
-        with self._without(task, "held-out loss"):
-            if self._held_out is None:
-                self._held_out = (HeldOut.open(recipe, task.run),)
-            if self._held_out[0] is not None:
-                size = task.preset.batch_size
-                return self._held_out[0].loss(sampler, size, lambda: progress("held out", 0, 1))
-        return None
+        if self._held_out is None:
+            self._held_out = (HeldOut.open(recipe, task.run),)
+        (clips,), size = self._held_out, task.preset.batch_size
+        show = partial(progress, "held out", 0, 1)
+        return None if clips is None else clips.loss(sampler, size, show)
 
     def _alarms(
         self, task: EvaluationTask, recipe: Recipe, values: dict[str, float], progress: Progress
     ) -> list[evaluation_dir.Alarm]:
-        name, reference = task.preset.name, self._reference(task, recipe, progress)
+        name, reference, remark = task.preset.name, None, ""
+        with self._without(task, "comparison with training clips"):
+            bucket, fps = task.preset.bucket, task.preset.settings.fps
+            show = partial(progress, "training clips", 0, 1)
+            reference, remark = measures.reference_of(task.run, recipe, name, bucket, fps, show)
+        if remark:
+            self._report.remark(f"{task.run.path}: {remark}")
         # Checkpoints may be evaluated out of order; later ones say nothing about this drift.
         earlier = [each for each in task.directory.all_scores(name) if each["step"] < task.step]
         history = [*(each["measures"] for each in earlier), values]
@@ -159,19 +164,6 @@ class SampleEvaluator:
             *alarms,
             *(measures.find_out_of_range(name, values, reference) if reference else ()),
         ]
-
-    def _reference(
-        self, task: EvaluationTask, recipe: Recipe, progress: Progress
-    ) -> measures.Reference | None:
-        preset, found, remark = task.preset, None, ""
-        with self._without(task, "comparison with training clips"):
-            bucket, fps = preset.bucket, preset.settings.fps
-            found, remark = measures.reference_of(
-                task.run, recipe, preset.name, bucket, fps, lambda: progress("training clips", 0, 1)
-            )
-        if remark:
-            self._report.remark(f"{task.run.path}: {remark}")
-        return found
 
     @contextmanager
     def _without(self, task: EvaluationTask, name: str) -> Iterator[None]:
@@ -202,8 +194,8 @@ class CheckpointEvaluator:
         self._trust, self._device, self._report = trust, device, report
         self._evaluate, self._on_device = SampleEvaluator(server, report, recipe_of), on_device
         self._loader: SamplerLoader | None = None
-        self._recipe_read: pending.Signature | None = None
-        self._loaded: tuple[EvaluationTask, Sampler] | None = None
+        self._recipe_read: fsio.FileVersion | None = None
+        self._loaded: tuple[tuple[object, ...], Sampler] | None = None  # its weights, itself
 
     def __call__(
         self, task: EvaluationTask, folder: Path, progress: Progress
@@ -218,19 +210,18 @@ class CheckpointEvaluator:
 
     def _load(self, task: EvaluationTask) -> Sampler:
         """Return the checkpoint's sampler, which presets of the same weights share."""
-        if self._loaded is not None and _same_weights(self._loaded[0], task):
-            loader, sampler = self._loader_of(task.run), self._loaded[1]
-        else:
+        weights = task.run, task.step, task.key, task.preset.weights
+        if self._loaded is not None and self._loaded[0] != weights:
             self._loaded = None  # its model is about to be overwritten
-            loader = self._loader_of(task.run)
-            sampler = loader.load(task.checkpoint, task.preset.weights)
-            self._loaded = task, sampler
+        loader = self._loader_of(task.run)
+        if self._loaded is None:
+            self._loaded = weights, loader.load(task.checkpoint, task.preset.weights)
         loader.check(task.preset)
-        return sampler
+        return self._loaded[1]
 
     def _loader_of(self, run: RunDirectory) -> SamplerLoader:
         """Return the loader of this run and its current recipe; no other stays in memory."""
-        recipe = pending.signature(run.recipe_path)
+        recipe = pending.target_version(run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             # Both are freed before the next model is loaded: two may not fit into memory.
             self._loader, self._loaded, self._recipe_read = None, None, recipe
@@ -263,11 +254,6 @@ class _Stopwatch:
         self.seconds.setdefault(name, round(time.perf_counter() - self._begun, 3))
 
 
-def _same_weights(one: EvaluationTask, other: EvaluationTask) -> bool:
-    of_one, of_other = ((t.run, t.step, t.key, t.preset.weights) for t in (one, other))
-    return of_one == of_other
-
-
 class Reread(Sequence[measures.Video]):
     """A sequence of videos, each of which is read from its file on every access."""
 
@@ -277,11 +263,7 @@ class Reread(Sequence[measures.Video]):
     def __len__(self) -> int:
         return len(self._paths)
 
-    @overload
-    def __getitem__(self, index: int) -> measures.Video: ...
-    @overload
-    def __getitem__(self, index: slice) -> "Reread": ...
-    def __getitem__(self, index: int | slice) -> "measures.Video | Reread":
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return Reread(self._paths[index])
         with decode.opened(clip.Media(str(self._paths[index]))) as (container, stream):

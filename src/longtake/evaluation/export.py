@@ -1,7 +1,6 @@
 """Exports a trained model to other tools: diffusers, peft and ComfyUI."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -29,17 +28,6 @@ def _save_weights(
     # safetensors only stores contiguous tensors.
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
     save_file(whole, path, {"format": "pt", **(metadata or {})})
-
-
-def _save_added_modules(model: nn.Module, folder: Path) -> None:
-    """Write `added_modules/NAME.safetensors` with the module's own parameter names.
-
-    Other tools have no place for added modules.
-    """
-    for name, module in added_modules(model).items():
-        weights = {each: value.clone() for each, value in module.state_dict().items()}
-        (folder / "added_modules").mkdir(exist_ok=True)
-        _save_weights(weights, folder / "added_modules" / f"{name}.safetensors")
 
 
 _LORA_FILES: Mapping[Expert, str] = {
@@ -147,12 +135,25 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
         RunError: something is at `out` already, or it cannot be written.
     """
     check_export(sampler.recipe, out, wanted)
-    with _written_whole(out.resolve(), is_file=wanted == "comfyui") as aside:
+    place = out.resolve()
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         if wanted == "comfyui":
-            return _write_comfyui_file(sampler, aside)
-        remarks = (_write_pipeline if wanted == "diffusers" else _write_adapter)(sampler, aside)
-        _save_added_modules(sampler.components.model, aside)
-        return remarks
+            with fsio.atomic_write(place) as aside:
+                return _write_comfyui_file(sampler, aside)
+        with fsio.atomic_folder(place) as aside:
+            write = _write_pipeline if wanted == "diffusers" else _write_adapter
+            remarks = write(sampler, aside)
+            # With the modules' own parameter names: other tools have no place for them.
+            for name, module in added_modules(sampler.components.model).items():
+                weights = {each: value.clone() for each, value in module.state_dict().items()}
+                (aside / "added_modules").mkdir(exist_ok=True)
+                _save_weights(weights, aside / "added_modules" / f"{name}.safetensors")
+            return remarks
+    except OSError as error:
+        raise errors.RunError(
+            f"--out {place} cannot be written: {error.strerror or error}. Choose another place."
+        ) from error
 
 
 def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
@@ -162,7 +163,14 @@ def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
         RecipeError: the format cannot hold what the run trained.
         RunError: something is at `out` already, or its name does not fit.
     """
-    _check_out(out, wanted)
+    if wanted == "comfyui" and out.suffix != _SUFFIX:
+        raise errors.RunError(
+            f"--out {out}: expected the name of a {_SUFFIX} file, such as mine{_SUFFIX}."
+        )
+    if wanted == "comfyui" and out.exists():
+        raise errors.RunError(f"--out {out} is there already. Name a new file.")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise errors.RunError(f"--out {out} holds something already. Name a new folder.")
     base = recipe.trainable.base()
     if wanted == "peft" and base != "lora":
         raise errors.RecipeError(
@@ -175,28 +183,3 @@ def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
             "ComfyUI has no place for them. --format diffusers writes their weights beside those "
             "of the base model."
         )
-
-
-def _check_out(out: Path, wanted: Format) -> None:
-    if wanted == "comfyui":
-        if out.suffix != _SUFFIX:
-            raise errors.RunError(
-                f"--out {out}: expected the name of a {_SUFFIX} file, such as mine{_SUFFIX}."
-            )
-        if out.exists():
-            raise errors.RunError(f"--out {out} is there already. Name a new file.")
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise errors.RunError(f"--out {out} holds something already. Name a new folder.")
-
-
-@contextmanager
-def _written_whole(out: Path, *, is_file: bool) -> Iterator[Path]:
-    """Yield a path to write to. It is renamed to `out` if the block succeeds, else deleted."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with fsio.atomic_write(out) if is_file else fsio.atomic_folder(out) as partial:
-            yield partial
-    except OSError as error:
-        raise errors.RunError(
-            f"--out {out} cannot be written: {error.strerror or error}. Choose another place."
-        ) from error

@@ -94,41 +94,27 @@ def measure_extra(
     of_each: list[dict[str, float]] = [{} for _ in videos]
     of_set: dict[str, float] = {}
     for extra in extras:
-        found = _asked(extra, videos, prompts, fps)
-        if isinstance(found, float):
-            of_set |= _finite(extra.name, found)
-        else:
-            for each, value in zip(of_each, found, strict=True):
-                each |= _finite(extra.name, value)
+        try:
+            found: Any = extra(videos, prompts, fps)
+            is_single = found is None or not hasattr(found, "__len__")
+            # None, where a measure is not defined, is left out like NaN.
+            answers = [found] if is_single else found
+            values = [math.nan if each is None else float(each) for each in answers]
+        except LongtakeError:
+            raise
+        except Exception as error:  # a user's class can fail in any way
+            raise RecipeError(
+                f"The measure {extra.name} failed with {type(error).__name__}: {error}. {_SEE}"
+            ) from error
+        if not is_single and len(values) != len(videos):
+            raise RecipeError(
+                f"The measure {extra.name} gave {len(values)} numbers for {len(videos)} videos; "
+                "expected one for each, or a single number for all of them. " + _SEE
+            )
+        for results, value in zip([of_set] if is_single else of_each, values, strict=True):
+            if math.isfinite(value):
+                results[extra.name] = value
     return of_each, of_set
-
-
-def _asked(
-    extra: Measure, videos: Sequence[Video], prompts: Sequence[str], fps: float
-) -> float | list[float | None]:
-    try:
-        found: Any = extra(videos, prompts, fps)
-        if found is None:
-            return [None] * len(videos)
-        if not hasattr(found, "__len__"):
-            return float(found)
-        values = [None if each is None else float(each) for each in found]
-    except LongtakeError:
-        raise
-    except Exception as error:  # a user's class can fail in any way
-        raise RecipeError(
-            f"The measure {extra.name} failed with {type(error).__name__}: {error}. {_SEE}"
-        ) from error
-    if len(values) != len(videos):
-        raise RecipeError(
-            f"The measure {extra.name} gave {len(values)} numbers for {len(videos)} videos; "
-            "expected one for each, or a single number for all of them. " + _SEE
-        )
-    return values
-
-
-def _finite(name: str, value: float | None) -> dict[str, float]:
-    return {} if value is None or not math.isfinite(value) else {name: value}
 
 
 def _setting(measure: str, variable: str, what: str) -> str:

@@ -66,12 +66,17 @@ class HeldOut:
         catalog = Catalog.load(path)
         refuse_without_conditioning(catalog, recipe.data.conditioning)
         _refuse_trained(catalog, recipe, run)
-        found = _chosen(catalog, recipe.data, num_clips)
+        data, rows = recipe.data, captioned_rows(catalog)
+        shapes, stills = data.shapes(), data.stills_from_videos
+        buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills, fps=data.fps)
+        usable = [(row, shapes[at]) for row, at in zip(rows, buckets, strict=True) if at >= 0]
+        # In the order of identities; as these are hashes, the first ones are a random choice.
+        found = [(catalog.clip(int(row)), bucket) for row, bucket in usable[:num_clips]]
         if not found:
-            shapes = ", ".join(map(str, recipe.data.shapes()))
+            names = ", ".join(map(str, shapes))
             raise DataError(
                 f"Of the {len(catalog)} held-out clips of {path} none has a caption and is long "
-                f"enough for a bucket of the recipe: {shapes}. Name another catalog as "
+                f"enough for a bucket of the recipe: {names}. Name another catalog as "
                 "evaluation.held_out."
             )
         return cls(recipe, found)
@@ -124,18 +129,6 @@ def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None
             )
 
 
-def _chosen(catalog: Catalog, data: DataSection, count: int) -> list[tuple[Clip, Bucket]]:
-    """Return the first usable clips by identity; as identities are hashes, that is random."""
-    shapes = data.shapes()
-    rows = captioned_rows(catalog)
-    stills = data.stills_from_videos
-    buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills, fps=data.fps)
-    usable = [
-        (int(row), shapes[bucket]) for row, bucket in zip(rows, buckets, strict=True) if bucket >= 0
-    ]
-    return [(catalog.clip(row), bucket) for row, bucket in usable[:count]]
-
-
 @torch.no_grad()
 def _encode(
     clips: Sequence[tuple[Clip, Bucket]],
@@ -146,7 +139,13 @@ def _encode(
     """Encode all captions, then all videos, so that no two encoders are on the device at once."""
     parts, device = sampler.components, sampler.device
     parts.bring("text", device)
-    captions = [_encode_caption(*each, data, sampler) for each in clips]
+    captions = []
+    for clip, bucket in clips:
+        seen = dict[str, Tensor]()
+        if parts.family.text.pictures:
+            seen = parts.family.text.seen_pictures(_read_inputs(clip, bucket, data, device)[1])
+        caption = parts.text.encode([sample_caption(clip.caption, "", data, 0)], seen)
+        captions.append({name: each.cpu() for name, each in caption.items()})
     parts.bring("codec", device)
     encoded = []
     for (clip, bucket), caption in zip(clips, captions, strict=True):
@@ -156,21 +155,12 @@ def _encode(
     return encoded
 
 
-def _encode_caption(
-    clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler
-) -> Conditioning:
-    parts, seen = sampler.components, dict[str, Tensor]()
-    if parts.family.text.pictures:
-        window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
-        seen = parts.family.text.seen_pictures(_read_inputs(clip, window, data, sampler.device))
-    encoded = parts.text.encode([sample_caption(clip.caption, "", data, 0)], seen)
-    return {name: each.cpu() for name, each in encoded.items()}
-
-
 def _read_inputs(
-    clip: Clip, window: Window, data: DataSection, device: torch.device
-) -> dict[str, Tensor]:
-    return {
+    clip: Clip, bucket: Bucket, data: DataSection, device: torch.device
+) -> tuple[Window, dict[str, Tensor]]:
+    """Return the window of a clip that is always the same, and its further inputs."""
+    window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
+    return window, {
         name: torch.from_numpy(as_values(wanted, read(wanted)))[None].to(device)
         for name, wanted in conditioning_of(clip, window, data.conditioning).items()
     }
@@ -181,10 +171,9 @@ def _encode_pictures(
 ) -> Encoded:
     """Encode one clip alone: in batches of other sizes, convolutions round differently."""
     parts, device = sampler.components, sampler.device
-    window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
+    window, given = _read_inputs(clip, bucket, data, device)
     video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
-    given = _read_inputs(clip, window, data, device)
     encoded, weights = encode_inputs(parts, sampler.recipe, given, bucket)
     # On the CPU: with the same seed, other devices draw other numbers.
     generator = torch.Generator().manual_seed(derive("held_out", clip.identity))

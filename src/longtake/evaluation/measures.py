@@ -8,15 +8,15 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations, islice, pairwise
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from itertools import combinations, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy import ndimage
-from typing_extensions import TypedDict
 
 from longtake import errors, fsio
 from longtake.config import Bucket, DataSection, Recipe
@@ -194,15 +194,11 @@ def _pyramid(*pictures: Pixels) -> list[tuple[Pixels, ...]]:
     """Return the pictures, then copies of half the size of the one before, until they are tiny."""
     levels: list[tuple[Pixels, ...]] = [pictures]
     while len(levels) < _LEVELS and min(levels[-1][0].shape) >= 2 * _LEAST_SIDE:
-        levels.append(tuple(map(_halved, levels[-1])))
+        height, width = (side // 2 for side in levels[-1][0].shape)
+        even = (each[: 2 * height, : 2 * width] for each in levels[-1])
+        squares = (each.reshape(height, 2, width, 2) for each in even)
+        levels.append(tuple(each.mean(axis=(1, 3)) for each in squares))
     return levels
-
-
-def _halved(picture: Pixels) -> Pixels:
-    height, width = (side // 2 * 2 for side in picture.shape)
-    whole = picture[:height, :width].reshape(height // 2, 2, width // 2, 2)
-    halved: Pixels = whole.mean(axis=(1, 3))
-    return halved
 
 
 def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
@@ -223,24 +219,19 @@ def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
     a, c = a + _STIFFNESS, c + _STIFFNESS
     # Positive, as the stiffness makes the matrix definite.
     determinant = a * c - b * b
+    ends = np.array(before.shape, np.float32).reshape(2, 1, 1) - 1
     for _ in range(_ROUNDS):
-        late = _late(before, after, found)
+        # How much darker each pixel is where it has moved to; 0 if that is outside.
+        places = np.indices(before.shape, np.float32) + found
+        seen = ndimage.map_coordinates(after, places, order=1, mode="nearest")
+        is_inside = ((places >= 0) & (places <= ends)).all(axis=0)
+        late: Pixels = np.where(is_inside, before - seen, np.float32(0))
         y, x = _blurred(down * late), _blurred(right * late)
         step = np.stack([c * y - b * x, a * x - b * y]) / determinant
         found = found + np.clip(step, -_MOST_PER_ROUND, _MOST_PER_ROUND)
         # This carries the flow into areas where nothing can be seen to move.
         found = np.stack([_blurred(found[0]), _blurred(found[1])])
     return found
-
-
-def _late(before: Pixels, after: Pixels, found: Flow) -> Pixels:
-    """Return how much darker each pixel is where it has moved to; 0 if that is outside."""
-    places = np.indices(before.shape, np.float32) + found
-    seen = ndimage.map_coordinates(after, places, order=1, mode="nearest")
-    ends = np.array(before.shape, np.float32).reshape(2, 1, 1) - 1
-    is_inside = ((places >= 0) & (places <= ends)).all(axis=0)
-    late: Pixels = np.where(is_inside, before - seen, np.float32(0))
-    return late
 
 
 def _blurred(values: Pixels) -> Pixels:
@@ -308,10 +299,11 @@ class Spread:
 
 @dataclass(frozen=True)
 class Reference:
-    """Measures of training clips, to which those of samples are compared."""
+    """Measures of training clips, to which those of samples are compared; kept as JSON."""
 
-    num_clips: int
+    num_clips: fsio.Count
     measures: Mapping[str, Spread]
+    of: Mapping[str, Any] = field(default_factory=dict)  # everything that they depend on
 
 
 def reference_of(
@@ -324,56 +316,57 @@ def reference_of(
 ) -> tuple[Reference | None, str]:
     """Return a preset's reference, cached or computed; None with a remark if clips are missing."""
     path = EvaluationDirectory(run).reference_path(preset)
-    # All that a reference depends on: if any of this changes, it is made again.
+    catalogs = sorted(run.catalogs_path.glob("*.parquet"))
+    # If any of this changes, the reference is made again.
     asked = {
         "bucket": bucket.model_dump(exclude={"batch_size"}),
         "fps": fps,
         "clips": recipe.evaluation.reference_clips,
         "frame_stride": recipe.data.frame_stride,
         **({} if recipe.data.fps is None else {"data_fps": recipe.data.fps}),
-        "catalogs": [each.stem for each in _catalog_paths(run)],
+        "catalogs": [each.stem for each in catalogs],
     }
-    if kept := _kept(path, asked):
-        return kept, ""
+    with suppress(errors.RecordError):
+        kept = fsio.read_record(path, Reference)
+        if kept is not None and kept.of == asked:
+            return kept, ""
     count = recipe.evaluation.reference_clips
     try:
-        rows = list(islice(_measured(run, recipe, bucket, fps, on_clip), count)) if count else []
+        measured = _measured(run, catalogs, recipe.data, bucket, fps, on_clip)
+        rows = list(islice(measured, count)) if count else []
     except errors.DataError as error:  # a clip's, a catalog's: they may lie on another machine
         return None, f"{preset} is compared with no training clips: {error}"
     if not rows:
         return None, ""
-    made = Reference(len(rows), _spreads(rows))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Several servers may make the same reference at once.
-    fsio.write_json(path, {"of": asked, **asdict(made)}, by_many=True)
-    return made, ""
-
-
-def _spreads(rows: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     spreads = {}
     for name in sorted({name for row in rows for name in row}):
         values = [row[name] for row in rows if name in row]
         low, median, high = np.quantile(values, _QUANTILES).tolist()
         spreads[name] = Spread(low, median, high, float(np.mean(values)))
-    return spreads
+    made = Reference(len(rows), spreads, asked)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Several servers may make the same reference at once.
+    fsio.write_json(path, asdict(made), by_many=True)
+    return made, ""
 
 
 def _measured(
     run: RunDirectory,
-    recipe: Recipe,
+    catalogs: Sequence[Path],
+    data: DataSection,
     bucket: Bucket,
     fps: float,
     on_clip: Callable[[], None] | None,
 ) -> Iterator[dict[str, float]]:
     """Yield the measures of the clips that can be read, in the order of their identities."""
     any_read, unreadable = False, 0
-    for clip in _clips(run, bucket, recipe.data):
+    for clip in _clips(run, catalogs, bucket, data):
         if on_clip is not None:
             on_clip()
         # The same window of a clip, whenever the reference is made.
         seed = derive("reference", clip.identity)
         try:
-            video = read_window(sample_window(clip, bucket, recipe.data, seed))
+            video = read_window(sample_window(clip, bucket, data, seed))
         except errors.ClipError:
             unreadable += 1
             if not any_read and unreadable == _MOST_UNREADABLE:
@@ -383,54 +376,30 @@ def _measured(
         yield measure(np.ascontiguousarray(video.transpose(1, 2, 3, 0)), fps)
 
 
-def _clips(run: RunDirectory, bucket: Bucket, data: DataSection) -> Iterator[Clip]:
+def _clips(
+    run: RunDirectory, paths: Sequence[Path], bucket: Bucket, data: DataSection
+) -> Iterator[Clip]:
     """Yield the clips of all catalogs that are long enough, each once, in order of identity.
 
     Identities are hashes, so the first ones are a random choice.
     """
-    catalogs = [Catalog.load(path) for path in _catalog_paths(run)]
-    if not catalogs:
+    if not paths:
         raise errors.DataError(
             f"{run.catalogs_path} has no copies of the catalogs that were trained on."
         )
-    last, is_any = "", False
+    num_frames = span(bucket, data.frame_stride)
+    by_catalog = []
+    for catalog in map(Catalog.load, paths):
+        rows = np.flatnonzero(frame_counts(catalog, data.fps) >= num_frames).tolist()
+        by_catalog.append(map(catalog.clip, rows))
     # Each catalog is in the order of identities, so that equal clips come one after the other.
-    for clip in heapq.merge(
-        *(_long_enough(catalog, bucket, data) for catalog in catalogs),
-        key=lambda clip: clip.identity,
-    ):
-        if clip.identity != last:
-            yield clip
-        last, is_any = clip.identity, True
+    merged = heapq.merge(*by_catalog, key=lambda clip: clip.identity)
+    is_any = False
+    for _, equal_clips in groupby(merged, key=lambda clip: clip.identity):
+        is_any = True
+        yield next(equal_clips)
     if not is_any:
-        num_frames = span(bucket, data.frame_stride)
         raise errors.DataError(f"no clip has {num_frames} frames, as {bucket} takes.")
-
-
-def _long_enough(catalog: Catalog, bucket: Bucket, data: DataSection) -> Iterator[Clip]:
-    rows = np.flatnonzero(frame_counts(catalog, data.fps) >= span(bucket, data.frame_stride))
-    return (catalog.clip(int(row)) for row in rows)
-
-
-class _Kept(TypedDict):
-    of: dict[str, Any]
-    num_clips: fsio.Count
-    measures: dict[str, Spread]
-
-
-def _catalog_paths(run: RunDirectory) -> list[Path]:
-    return sorted(run.catalogs_path.glob("*.parquet"))
-
-
-def _kept(path: Path, asked: Mapping[str, Any]) -> Reference | None:
-    """Return the reference that an earlier evaluation wrote, if it is of the same clips."""
-    try:
-        record = fsio.read_record(path, _Kept)
-    except errors.RecordError:
-        return None
-    if record is None or record["of"] != asked:
-        return None
-    return Reference(record["num_clips"], record["measures"])
 
 
 _MARGIN = 0.1
@@ -482,7 +451,11 @@ def find_drift(
             is_drift = sigmas >= _TREND_SIGMAS and abs(share) >= _TREND_CHANGE * change
             row = [ends[0], *trend[1:-1], ends[1]]
         is_drift = is_drift and MEASURES[name].bad in ("both", "up" if share > 0 else "down")
-        if is_drift and not _comes_nearer(name, row, reference):
+        if is_drift and reference is not None and name in reference.measures:
+            # A measure that ends nearer to the training clips' median than it began is learning.
+            median = reference.measures[name].median
+            is_drift = abs(row[-1] - median) >= abs(row[0] - median)
+        if is_drift:
             first_step, last_step = series[-len(row)][0], series[-1][0]
             verb = "rose" if share > 0 else "fell"
             message = (
@@ -512,15 +485,11 @@ def _learnt(
 
 def last_row(values: Sequence[float]) -> list[float]:
     """Return the longest end of a series that only rises or only falls; at least its last value."""
-    backwards = [values[-1]]
-    for earlier in values[-2::-1]:
-        continues = len(backwards) == 1 or (backwards[0] > backwards[1]) == (
-            backwards[-1] > earlier
-        )
-        if earlier == backwards[-1] or not continues:
-            break
-        backwards.append(earlier)
-    return backwards[::-1]
+    directions = np.sign(np.diff(values))
+    start = len(values) - 1
+    while start > 0 and directions[start - 1] == directions[-1] != 0:
+        start -= 1
+    return list(values[start:])
 
 
 def trend_sigmas(values: Sequence[float]) -> float:
@@ -545,14 +514,6 @@ def base(name: str, row: Sequence[float]) -> float:
     return max(abs(row[0]), MEASURES[name].floor) or 1.0
 
 
-def _comes_nearer(name: str, row: Sequence[float], reference: Reference | None) -> bool:
-    """Return whether a measure ends nearer to the training clips' median than it began."""
-    if reference is None or name not in reference.measures:
-        return False
-    median = reference.measures[name].median
-    return abs(row[-1] - median) < abs(row[0] - median)
-
-
 def find_out_of_range(
     preset: str, measures: Mapping[str, float], reference: Reference
 ) -> list[Alarm]:
@@ -561,10 +522,8 @@ def find_out_of_range(
     The margin is a tenth of that range, or the measure's `floor` if that is more.
     """
     alarms = []
-    for name, value in measures.items():
-        if name not in reference.measures or name not in MEASURES:
-            continue
-        span = reference.measures[name]
+    for name in (name for name in measures if name in reference.measures and name in MEASURES):
+        value, span = measures[name], reference.measures[name]
         low, high = _range(name, span)
         if not low <= value <= high:
             message = (

@@ -162,14 +162,15 @@ class MirrorFolder:
             self._lease = self._leases.take(self.index / ".lease")
         if self._lease is None:
             return False
-        until.callback(self._end, self._lease)
-        until.enter_context(kept(self._lease))
-        return True
+        lease = self._lease
 
-    @staticmethod
-    def _end(lease: Lease) -> None:
-        with suppress(OSError):  # a full disk: the lease expires
-            lease.end("closed")
+        def end() -> None:
+            with suppress(OSError):  # a full disk: the lease expires
+                lease.end("closed")
+
+        until.callback(end)
+        until.enter_context(kept(lease))
+        return True
 
     def runs(self) -> list[RemoteRun]:
         """Return the runs of the source, as they were when it was last looked at."""
@@ -236,7 +237,12 @@ class Mirror:
                 self._transport.fetch("", self._folder.path, rules)
             for run in runs:
                 self._folder.publish_markers(run)
-                _forget_arriving(run)
+                # Partly pulled checkpoints that the source no longer has.
+                steps = run.index.checkpoint_steps()
+                there = {run.index.checkpoint_path(step).name for step in steps}
+                for folder in _arriving(run.mirror, 0).parent.glob("step_*"):
+                    if folder.name not in there:
+                        shutil.rmtree(folder, ignore_errors=True)
         return runs
 
     def pull(self, run: RemoteRun, steps: Iterable[int]) -> list[Pulled]:
@@ -288,9 +294,16 @@ class Mirror:
             self._transport.fetch(there, folder, CHECKPOINT_RULES, exactly=True)
         except transports.GoneError:
             return None
-        if _is_incomplete(folder) or not _publish_checkpoint(run.mirror, step):
+        place = run.mirror.checkpoint_path(step)
+        if _is_incomplete(folder):
             return None  # it was deleted or saved again meanwhile: the next look will tell
-        files = [path for path in run.mirror.checkpoint_path(step).rglob("*") if path.is_file()]
+        if place.exists() and not delete_unless_needed(run.mirror, step):
+            return None
+        # It came with the source's time. Heartbeats here have the time of this file system's clock,
+        # and their age is compared with that of the newest COMMITTED.
+        os.utime(folder / _COMMITTED)
+        folder.rename(place)
+        files = [path for path in place.rglob("*") if path.is_file()]
         num_bytes = sum(path.stat().st_size for path in files)
         return Pulled(step, num_bytes, time.monotonic() - begun)
 
@@ -364,27 +377,6 @@ def _is_incomplete(folder: Path) -> bool:
         return True
     parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names} - {"optimizer/"}
     return any(find_damage(folder, checksums=False, within=part) for part in sorted(parts))
-
-
-def _publish_checkpoint(mirror: RunDirectory, step: int) -> bool:
-    """Rename a whole checkpoint into place; an older one is replaced unless a server needs it."""
-    place = mirror.checkpoint_path(step)
-    if place.exists() and not delete_unless_needed(mirror, step):
-        return False
-    folder = _arriving(mirror, step)
-    # It came with the source's time. Heartbeats here have the time of this file system's clock, and
-    # their age is compared with that of the newest COMMITTED.
-    os.utime(folder / _COMMITTED)
-    folder.rename(place)
-    return True
-
-
-def _forget_arriving(run: RemoteRun) -> None:
-    """Delete partly pulled checkpoints that the source no longer has."""
-    there = {run.index.checkpoint_path(step).name for step in run.index.checkpoint_steps()}
-    for folder in _arriving(run.mirror, 0).parent.glob("step_*"):
-        if folder.name not in there:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:

@@ -3,6 +3,7 @@
 import re
 import threading
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -110,7 +111,15 @@ class ServerOptions:
         if self.source is None and not self.waits:
             for place in self.places:
                 _refuse_empty(place)
-            self._refuse_unknown_presets()
+            # A preset that no run has, and a --presets file that cannot be read.
+            recipes: list[tuple[config.Recipe, Path]] = []
+            for run in find_runs(self.places):
+                with suppress(LongtakeError):  # an error in one run holds up no other
+                    recipes.append((self.recipe_of(run), run.path))
+            tables = [read_tables(*each, self.own_presets) for each in recipes]
+            known = {name for each in tables for name in each.known}
+            if tables:
+                refuse_unknown(tables[0], (name for name in self.presets if name not in known))
         if self.source is None:
             for run in find_runs(self.places):
                 self.refuse_foreign_code(run)
@@ -141,21 +150,9 @@ class ServerOptions:
             if self.recipe is not None:  # its measures are not used
                 recipe = recipe.model_copy(update={"evaluation": config.EvaluationSection()})
             refuse_foreign_code(run, trust=self.trust, recipe=recipe)
-        except TrustError:
-            raise
-        except LongtakeError:
-            return
-
-    def _refuse_unknown_presets(self) -> None:
-        """Refuse a preset that no run has, and a --presets file that cannot be read."""
-        recipes: list[tuple[config.Recipe, Path]] = []
-        for run in find_runs(self.places):
-            with suppress(LongtakeError):  # an error in one run holds up no other
-                recipes.append((self.recipe_of(run), run.path))
-        tables = [read_tables(*each, self.own_presets) for each in recipes]
-        known = {name for each in tables for name in each.known}
-        if tables:
-            refuse_unknown(tables[0], (name for name in self.presets if name not in known))
+        except LongtakeError as error:
+            if isinstance(error, TrustError):
+                raise
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
@@ -193,7 +190,7 @@ class ServerReport:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._printed: dict[str, None] = {}
+        self._printed = deque[str](maxlen=_MAX_REMEMBERED)
         self._errors: set[tuple[str, str]] = set()
         self._lock = threading.Lock()
         self.num_wrong = 0
@@ -258,10 +255,9 @@ class ServerReport:
     def _is_new(self, text: str) -> bool:
         with self._lock:
             is_new = text not in self._printed
-            self._printed.pop(text, None)
-            self._printed[text] = None  # moved to the end: the newest
-            if len(self._printed) > _MAX_REMEMBERED:
-                del self._printed[next(iter(self._printed))]
+            if not is_new:
+                self._printed.remove(text)
+            self._printed.append(text)  # the newest comes last; the oldest is forgotten
         return is_new
 
 

@@ -8,7 +8,7 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,9 +25,6 @@ from longtake.trust import TrustError, is_mirror
 
 _T = TypeVar("_T")
 
-Signature = tuple[int, int, int]
-"""Time, size and inode of a file: it was changed or replaced if one of them differs."""
-
 _COMMITTED = "COMMITTED"
 _ARRIVING_SECONDS = 15.0
 """Seconds without a change of its files after which a checkpoint is not being copied any more."""
@@ -38,23 +35,22 @@ _MISSED_ADVICE = (
 )
 
 
-def signature(path: Path) -> Signature | None:
-    """Return a file's signature, or None if it does not exist."""
+def target_version(path: Path) -> fsio.FileVersion | None:
+    """Return the version of a file, or of a link's target; None if it does not exist."""
     with suppress(OSError):
-        stat = path.stat()
-        return stat.st_mtime_ns, stat.st_size, stat.st_ino
+        return fsio.version_of(path.stat())
     return None
 
 
 class StatCache:
-    """Values read from files, kept until the signature of a file changes."""
+    """Values read from files, kept until the version of a file changes."""
 
     def __init__(self) -> None:
-        self._known: dict[Path, tuple[Signature | None, Any]] = {}
+        self._known: dict[Path, tuple[fsio.FileVersion | None, Any]] = {}
 
     def get(self, path: Path, read: Callable[[Path], _T]) -> _T:
         """Return `read(path)`, cached until the file changes; `read` must handle a missing file."""
-        now, known = signature(path), self._known.get(path)
+        now, known = target_version(path), self._known.get(path)
         if known is None or known[0] != now:
             known = self._known[path] = now, read(path)
         return cast("_T", known[1])
@@ -95,7 +91,7 @@ class WantedPresets:
         self.section = EvaluationSection()
         self._found: list[Preset] = []
         self._refused: dict[str, float] = {}
-        self._read_from: tuple[Signature | None, ...] | None = None
+        self._read_from: tuple[fsio.FileVersion | None, ...] | None = None
         self._read_again_at = math.inf
 
     def now(self) -> list[Preset]:
@@ -112,7 +108,7 @@ class WantedPresets:
         """
         own = self._options.own_presets
         files = (self._run.recipe_path, *filter(None, (own, self._options.recipe)))
-        now = tuple(map(signature, files))
+        now = tuple(map(target_version, files))
         if now == self._read_from and time.monotonic() < self._read_again_at:
             return
         # A changed recipe may be without the reason for which a preset was refused.
@@ -121,7 +117,16 @@ class WantedPresets:
         self._read_from, self._read_again_at, self._found = now, math.inf, []
         try:
             self._options.refuse_foreign_code(self._run)
-            self._find()
+            recipe, directory = self._options.recipe_of(self._run), EvaluationDirectory(self._run)
+            self.section = recipe.evaluation
+            for name in preset_names(recipe, self._options.presets, self._run.path, own):
+                try:
+                    preset = find_preset(recipe, name, self._run.path, own)
+                    if directory.preset_path(preset.name).exists():
+                        keep_preset(directory, preset)  # refuses one that differs from the results'
+                    self._found.append(preset)
+                except errors.LongtakeError as error:
+                    self._report_wrong(error)
         except TrustError as error:
             self._report.untrusted = error
             self._report_wrong(error)
@@ -131,40 +136,9 @@ class WantedPresets:
             self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
             raise
 
-    def _find(self) -> None:
-        recipe, directory = self._options.recipe_of(self._run), EvaluationDirectory(self._run)
-        self.section = recipe.evaluation
-        own, beside = self._options.own_presets, self._run.path
-        for name in preset_names(recipe, self._options.presets, beside, own):
-            try:
-                preset = find_preset(recipe, name, beside, own)
-                if directory.preset_path(preset.name).exists():
-                    keep_preset(directory, preset)  # refuses one that differs from the results'
-                self._found.append(preset)
-            except errors.LongtakeError as error:
-                self._report_wrong(error)
-
     def _report_wrong(self, error: errors.LongtakeError) -> None:
         self._report.wrong(f"{self._run.path}: {error}")
         self._read_again_at = time.monotonic() + _SECONDS_UNTIL_READ_AGAIN
-
-
-class _FirstSeen:
-    """Tracks for how many seconds a thing was seen in every look."""
-
-    def __init__(self) -> None:
-        self._times: dict[tuple[object, ...], float] = {}
-        self._seen: set[tuple[object, ...]] = set()
-
-    def seconds(self, *name: object) -> float:
-        now = time.monotonic()
-        self._seen.add(name)
-        return now - self._times.setdefault(name, now)
-
-    def end_look(self) -> None:
-        """Forget the things that were not seen in this look."""
-        self._times = {name: t for name, t in self._times.items() if name in self._seen}
-        self._seen = set()
 
 
 class PendingTasks:
@@ -185,7 +159,8 @@ class PendingTasks:
         self.claims = Claims(server, seconds, attempts, options.pause_seconds)
         self._lock = threading.RLock()
         self._cache = StatCache()
-        self._first_seen = _FirstSeen()
+        self._first_seen: dict[tuple[object, ...], float] = {}  # when looks began to see a thing
+        self._seen: dict[tuple[object, ...], float] = {}  # the same, of the present look alone
         self._here: set[int] = set()  # steps of checkpoints at the last look
         self._at_source: set[int] | None = None  # steps at the source; None without one
         self._damaged: dict[tuple[int, str], object] = {}
@@ -211,13 +186,16 @@ class PendingTasks:
                 for preset in self.presets.now()
                 for task in self._pending(preset, committed, source, with_last=with_last)
             ]
-            self._await(tasks)
-            self._first_seen.end_look()
+            # Tasks are remembered until they are done or their checkpoints are gone. Those later
+            # than all checkpoints are forgotten: the run went back and deleted these.
+            every, newest = self._options.backlog.every, max(self._there(), default=0)
+            wanted = [task for task in tasks if every and task.step % every == 0]
+            self._awaited |= {(task.preset.name, task.step): task for task in wanted}
+            self._awaited = {name: t for name, t in self._awaited.items() if t.step <= newest}
+            self._first_seen, self._seen = self._seen, {}
             # A server runs for weeks: what it knows of deleted checkpoints has to go.
-            self._cache.keep_only(
-                {self.run.checkpoint_path(step).name for step in self.run.checkpoint_folders()}
-                | {self.run.checkpoint_path(step).name for step in self._there()}
-            )
+            steps = {*self.run.checkpoint_folders(), *self._there()}
+            self._cache.keep_only({self.run.checkpoint_path(step).name for step in steps})
         return sorted(tasks, key=lambda task: task.step)  # stable: presets in their order
 
     def log(self, event: ServerEventKind, /, **facts: Any) -> None:
@@ -304,7 +282,7 @@ class PendingTasks:
                 continue
             attempts = self.claims.attempts(task)
             if not attempts.is_final:
-                waited = self._first_seen.seconds(preset.name, step, task.key)
+                waited = self._seconds_seen(preset.name, step, task.key)
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
     def _is_whole(self, task: EvaluationTask) -> bool:
@@ -326,21 +304,16 @@ class PendingTasks:
 
     def _lasts(self, step: int, part: str, problem: str) -> bool:
         """Return whether a problem lasts: no file changes any more, or the server does not wait."""
-        seconds = self._first_seen.seconds(step, part, problem)
+        seconds = self._seconds_seen(step, part, problem)
         return not self._options.follows or seconds > _ARRIVING_SECONDS
+
+    def _seconds_seen(self, *thing: object) -> float:
+        """Return for how many seconds a thing was seen in every look, this one included."""
+        now = time.monotonic()
+        return now - self._seen.setdefault(thing, self._first_seen.get(thing, now))
 
     def _there(self) -> set[int]:
         return self._here | (self._at_source or set())
-
-    def _await(self, tasks: Iterable[EvaluationTask]) -> None:
-        """Remember tasks until they are done or their checkpoints are gone.
-
-        Tasks later than all checkpoints are forgotten: the run went back and deleted these.
-        """
-        every, newest = self._options.backlog.every, max(self._there(), default=0)
-        wanted = [task for task in tasks if every and task.step % every == 0]
-        self._awaited |= {(task.preset.name, task.step): task for task in wanted}
-        self._awaited = {name: t for name, t in self._awaited.items() if t.step <= newest}
 
     def _is_missed(self, task: EvaluationTask) -> bool:
         """Return whether this server must report a task: no other did, claimed or reported it."""
@@ -395,7 +368,7 @@ def waiting_steps(
 def _signatures(task: EvaluationTask) -> object:
     folder = task.checkpoint
     files = sorted((folder / task.preset.weights).rglob("*"))
-    return tuple(map(signature, (folder / _COMMITTED, folder / "trainer.json", *files)))
+    return tuple(map(target_version, (folder / _COMMITTED, folder / "trainer.json", *files)))
 
 
 def _is_being_deleted(checkpoint: Path) -> bool:

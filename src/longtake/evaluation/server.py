@@ -134,13 +134,10 @@ class EvaluationServer:
 
     def _may_end(self) -> bool:
         """Return whether the server may end if nothing is pending; called before it looks."""
-        if not self._options.follows:
-            return self._mirror.is_settled
-        if not self._options.until_finished or not self._runs:
-            return False
-        are_over = False
-        with self._report.log_errors("events of runs"):
-            are_over = all(each.end.is_reached() for each in self._runs.values())
+        are_over = not self._options.follows
+        if not are_over and self._options.until_finished and self._runs:
+            with self._report.log_errors("events of runs"):
+                are_over = all(each.end.is_reached() for each in self._runs.values())
         return are_over and self._mirror.is_settled
 
     def _pending(self) -> list[claims.EvaluationTask]:
@@ -208,65 +205,55 @@ class EvaluationServer:
         match outcome.how:
             case "done":
                 pending.claims.end(claim, "done")
-                assert outcome.scores is not None, f"{task} is done without scores"
-                self._report_scores(pending, task, outcome.scores)
+                scores = outcome.scores
+                assert scores is not None, f"{task} is done without scores"
+                self.evaluated.append(scores)
+                self.failed.discard(str(task))
+                facts |= {"seconds": scores["seconds"], "alarms": len(scores["alarms"])}
+                pending.log("evaluation_finished", **task.facts, **facts)
+                for alarm in scores["alarms"]:
+                    if alarm["kind"] == "drift":
+                        pending.log("drift_alert", **task.facts, **alarm)
+                self._report.evaluated(task, scores)
+                self._mirror.push_soon()
             case "failed" | "damaged":
                 facts = {"reason": outcome.reason, "final": outcome.is_final}
                 pending.claims.end(claim, outcome.how, **facts, **outcome.facts)
                 pending.log("evaluation_failed", **task.facts, attempt=task.attempts + 1, **facts)
-                self._note_failure(pending, task, outcome)
+                self.failed.add(str(task))
+                self._report.remark(f"{task} failed: {outcome.reason}")
+                if outcome.how == "damaged":
+                    pending.note_damage(task)
+                if outcome.is_hopeless_here:
+                    pending.presets.refuse(task.preset)
+                elif outcome.pause_seconds:
+                    pending.presets.refuse(task.preset, outcome.pause_seconds)
             case "late":
                 pending.claims.end(claim, "released", reason="another server was first")
             case "gone" | "released":
                 pending.claims.end(claim, outcome.how)
-
-    def _report_scores(
-        self, pending: PendingTasks, task: claims.EvaluationTask, scores: evaluation_dir.Scores
-    ) -> None:
-        self.evaluated.append(scores)
-        self.failed.discard(str(task))
-        facts: dict[str, Any] = {"seconds": scores["seconds"], "alarms": len(scores["alarms"])}
-        pending.log("evaluation_finished", **task.facts, **facts)
-        for alarm in scores["alarms"]:
-            if alarm["kind"] == "drift":
-                pending.log("drift_alert", **task.facts, **alarm)
-        self._report.evaluated(task, scores)
-        self._mirror.push_soon()
-
-    def _note_failure(
-        self, pending: PendingTasks, task: claims.EvaluationTask, outcome: claims.AttemptOutcome
-    ) -> None:
-        self.failed.add(str(task))
-        self._report.remark(f"{task} failed: {outcome.reason}")
-        if outcome.how == "damaged":
-            pending.note_damage(task)
-        if outcome.is_hopeless_here:
-            pending.presets.refuse(task.preset)
-        elif outcome.pause_seconds:
-            pending.presets.refuse(task.preset, outcome.pause_seconds)
 
 
 class Turns:
     """Lets runs take turns of a few checkpoints, so that none waits until the others have ended."""
 
     def __init__(self) -> None:
-        self._run: RunDirectory | None = None
-        self._steps: set[int] = set()
-        self._served: dict[RunDirectory, int] = {}
+        self._steps: set[int] = set()  # of the present turn
+        self._served: list[RunDirectory] = []  # the run whose turn it is comes last
 
     def note(self, task: claims.EvaluationTask) -> None:
         """Record that a task is being worked on."""
-        if not self._is_of_this_turn(task):
-            self._run, self._steps = task.run, set()
+        if self.rank(task) >= 0:
+            self._steps = set()
+            self._served = [*(run for run in self._served if run != task.run), task.run]
         self._steps.add(task.step)
-        self._served[task.run] = 1 + max(self._served.values(), default=0)
 
     def rank(self, task: claims.EvaluationTask) -> int:
-        return -1 if self._is_of_this_turn(task) else self._served.get(task.run, 0)
-
-    def _is_of_this_turn(self, task: claims.EvaluationTask) -> bool:
-        has_room = len(self._steps) < _CHECKPOINTS_PER_TURN
-        return task.run == self._run and (has_room or task.step in self._steps)
+        """Return a sort key: runs that have not been served come first, except for this turn's."""
+        has_room = len(self._steps) < _CHECKPOINTS_PER_TURN or task.step in self._steps
+        if has_room and self._served[-1:] == [task.run]:
+            return -1
+        return self._served.index(task.run) + 1 if task.run in self._served else 0
 
 
 @dataclass(frozen=True)
@@ -453,7 +440,17 @@ class MirrorThread:
                 self._pull(mirror, remote)
             self.is_settled = were_over or not self._options.follows
         except Exception as error:  # whatever it is, it must not end this thread
-            self._report_failure(error)
+            if not self._is_over.is_set():  # else it was interrupted
+                known = isinstance(error, errors.LongtakeError)
+                reason = str(error) if known else f"{raised_at(error)}: {error}"
+                for remote in self._remote:
+                    pending = self._of(remote.mirror)
+                    pending.log("pull_failed", source=str(self._options.source), reason=reason)
+                if self._options.follows:
+                    self._report.remark(f"{reason} It is tried again.")
+                else:
+                    self._report.wrong(reason)
+                    self.is_settled = True
         self._push(mirror)
 
     def _pull(self, mirror: Mirror, remote: RemoteRun) -> None:
@@ -476,20 +473,6 @@ class MirrorThread:
                     mirror.push(remote)
                 except errors.LongtakeError as error:
                     self._report.remark(f"{error}")
-
-    def _report_failure(self, error: Exception) -> None:
-        if self._is_over.is_set():  # it was interrupted
-            return
-        known = isinstance(error, errors.LongtakeError)
-        reason = str(error) if known else f"{raised_at(error)}: {error}"
-        for remote in self._remote:
-            pending = self._of(remote.mirror)
-            pending.log("pull_failed", source=str(self._options.source), reason=reason)
-        if self._options.follows:
-            self._report.remark(f"{reason} It is tried again.")
-        else:
-            self._report.wrong(reason)
-            self.is_settled = True
 
     def _of(self, run: RunDirectory) -> PendingTasks:
         if run not in self._pending:

@@ -32,6 +32,7 @@ from longtake.fsio.folders import (
 )
 from longtake.fsio.journal import Journal
 from longtake.fsio.opening import (
+    FileVersion,
     cache_folder,
     file_version,
     is_missing,
