@@ -22,7 +22,6 @@ from longtake.evaluation.mirror import (
     RemoteRun,
     needed_at_source,
     open_mirror,
-    result_rules,
 )
 from longtake.evaluation.transports import Rsync, Rules, parse_address
 from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
@@ -315,10 +314,6 @@ def test_a_mirror_that_cannot_be_written_is_told_in_a_sentence(
     (mirror / ".source" / run.name / ".sent").write_text("")
     with pytest.raises(RunError, match=r"mirror.* cannot be written|could not be copied"):
         source.pull(run, [1])
-
-
-def test_no_rule_means_what_another_server_of_the_mirror_makes() -> None:
-    assert "- /claims/" in result_rules(Path("evaluations"))
 
 
 def files(folder: Path) -> list[str]:

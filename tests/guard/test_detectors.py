@@ -1,6 +1,7 @@
 """Verdicts of each detector on healthy and on disturbed runs."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,59 +29,101 @@ def test_a_healthy_run_has_no_verdict(seed: int) -> None:
     assert len(verdicts) == 2000
 
 
+def _updates(step: StepStatistics, size: float, rate: float | None = None) -> StepStatistics:
+    """All groups' update ratios set to a size, at a learning rate in multiples of the recipe's."""
+    rate = step.learning_rate_factor if rate is None else rate
+    ratios = dict.fromkeys(step.group_update_ratios, size)
+    return replace(step, learning_rate_factor=rate, update_ratio=size, group_update_ratios=ratios)
+
+
+def _raised(step: StepStatistics, group: str, factor: float) -> StepStatistics:
+    ratios = step.group_update_ratios
+    return replace(step, group_update_ratios={**ratios, group: factor * ratios[group]})
+
+
+def _other_shape(step: StepStatistics) -> StepStatistics:
+    """Every eighth step on images, with five times the loss and ten times the gradient."""
+    if step.step % 8 != 3:
+        return step
+    changed = replace(louder(step, 5.0), bucket="1 frame of 640x360")
+    return replace(changed, grad_norm=10 * step.grad_norm)
+
+
+def _other_stage(step: StepStatistics) -> StepStatistics:
+    """A new stage begins with a window of its own, and is compared with itself only."""
+    if step.step < 700:
+        return step
+    ratios = {group: 5 * ratio for group, ratio in step.group_update_ratios.items()}
+    changed = replace(louder(step, 4.0), stage="hard", group_update_ratios=ratios)
+    return replace(changed, grad_norm=6 * step.grad_norm)
+
+
+def _small_batch(step: StepStatistics) -> StepStatistics:
+    """The last batch of a bucket may hold one sample of 64, with eight times the noise."""
+    if step.step % 50 != 49:
+        return step
+    by_sigma = (math.nan, 2.5 * step.loss_by_sigma[1], math.nan, math.nan)
+    loss = step.loss * (2.5 if step.step % 100 else 0.4)
+    changed = replace(step, num_samples=1, loss=loss, loss_by_sigma=by_sigma)
+    return replace(changed, grad_norm=7 * step.grad_norm)
+
+
+def _small_end(step: StepStatistics) -> StepStatistics:
+    """An epoch of 40 steps ends with one sample instead of 64, and with a wilder update."""
+    is_edge = step.step > 0 and step.step % 40 == 0
+    changed = _raised(step, "mlp", 4.0) if is_edge else step
+    edge = f"epoch {step.step // 40} of stage all begins" if is_edge else None
+    return replace(changed, edge=edge, num_samples=1 if step.step % 40 == 39 else 64)
+
+
+def _fast_start(step: StepStatistics) -> StepStatistics:
+    """As Muon moves weights: still at first, then from 71 to 370, ever slower."""
+    norm = 71 + 300 * (1 - 0.994 ** (step.step**2 / (step.step + 60)))
+    return replace(step, weight_norm=norm * (1 + 1e-4 * (step.step % 7)))
+
+
+def _from_nothing(step: StepStatistics) -> StepStatistics:
+    """LoRA begins with zeros: its norm rises a hundredfold and its update ratio falls as much."""
+    norm = 0.02 + 0.01 * step.step
+    ratios = {"attention": 0.05 * step.learning_rate_factor / norm}
+    norms = {"attention": norm}
+    return replace(step, weight_norm=norm, group_weight_norms=norms, group_update_ratios=ratios)
+
+
+_WITHOUT_VERDICT: dict[str, tuple[int, Callable[[StepStatistics], StepStatistics]]] = {
+    "shapes at levels of their own": (1500, _other_shape),
+    "a stage at another level": (1500, _other_stage),
+    "small batches": (1000, _small_batch),
+    "a small last batch of an epoch": (800, _small_end),
+    "a fast start": (1000, _fast_start),
+    "weights that grow from nothing": (1500, _from_nothing),
+    "the wild beginning of a run": (64, lambda s: replace(s, loss=s.loss * 10 ** (s.step % 7))),
+    "a jump before the warm-up": (
+        60, lambda s: replace(s, weight_norm=s.weight_norm + 90.0 * (s.step >= 30))
+    ),
+    "updates before the warm-up": (63, lambda s: _raised(s, "mlp", 30.0) if s.step > 40 else s),
+    # Less than two thousandths of the norm, however far outside of its usual changes.
+    "a jump too small to matter": (
+        1200, lambda s: replace(s, weight_norm=s.weight_norm + 1.0 * (s.step >= 777))
+    ),
+    "a short bad stretch": (900, lambda s: louder(s, 1.8) if _AT <= s.step < _AT + 6 else s),
+    # It raises the updates a hundredfold, as it is meant to.
+    "a long warm-up": (1000, lambda s: _updates(s, 2e-5 * s.step / 1000, s.step / 1000)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _WITHOUT_VERDICT)
+def test_what_healthy_runs_do_has_no_verdict(case: str) -> None:
+    count, change = _WITHOUT_VERDICT[case]
+    steps = [change(step) for step in healthy(count)]
+    assert set(judged(steps)) == {OK}
+    if case == "a fast start":
+        assert set(judged(steps, _SMALL)) == {OK}
+
+
 def test_a_noisy_run_has_no_verdict() -> None:
     """A loss that jumps by half from step to step is no spike where it always does."""
     assert set(judged(healthy(2000, noise=0.5))) == {OK}
-
-
-def test_shapes_at_levels_of_their_own_are_no_spikes() -> None:
-    """Every eighth step on images, with five times the loss and ten times the gradient."""
-    steps = [
-        replace(louder(step, 5.0), bucket="1 frame of 640x360", grad_norm=10 * step.grad_norm)
-        if step.step % 8 == 3
-        else step
-        for step in healthy(1500)
-    ]
-    assert set(judged(steps)) == {OK}
-
-
-def test_a_stage_at_another_level_is_no_trouble() -> None:
-    """A new stage begins with a window of its own, and is compared with itself only."""
-    steps = [
-        replace(
-            louder(step, 4.0),
-            stage="hard",
-            grad_norm=6 * step.grad_norm,
-            group_update_ratios={k: 5 * v for k, v in step.group_update_ratios.items()},
-        )
-        if step.step >= 700
-        else step
-        for step in healthy(1500)
-    ]
-    assert set(judged(steps)) == {OK}
-
-
-def test_smaller_batches_may_be_wilder() -> None:
-    """The last batch of a bucket may hold one sample of 64, with eight times the noise."""
-    steps = [
-        replace(
-            step,
-            num_samples=1,
-            loss=step.loss * (2.5 if step.step % 100 else 0.4),
-            loss_by_sigma=(math.nan, 2.5 * step.loss_by_sigma[1], math.nan, math.nan),
-            grad_norm=7 * step.grad_norm,
-        )
-        if step.step % 50 == 49
-        else step
-        for step in healthy(1000)
-    ]
-    assert set(judged(steps)) == {OK}
-
-
-def test_a_new_run_is_compared_with_nothing() -> None:
-    steps = healthy(64)
-    wild = [replace(step, loss=step.loss * 10 ** (step.step % 7)) for step in steps]
-    assert set(judged(wild)) == {OK}
 
 
 def test_a_reported_rollback_is_a_new_beginning() -> None:
@@ -321,26 +364,6 @@ def test_updates_that_have_grown_are_the_reason_rather_than_the_place() -> None:
     assert "times as large as usual" in last.message
 
 
-@pytest.mark.parametrize("section", [GuardSettings(), GuardSettings(window=32, warmup_steps=16)])
-def test_early_training_may_move_the_weights_fast(section: GuardSettings) -> None:
-    """As Muon does it: still at first, then from 71 to 370, ever slower: no jump anywhere."""
-    steps = [
-        replace(step, weight_norm=norm * (1 + 1e-4 * (step.step % 7)))
-        for step in healthy(1000)
-        for norm in [71 + 300 * (1 - 0.994 ** (step.step**2 / (step.step + 60)))]
-    ]
-    assert set(judged(steps, section)) == {OK}
-
-
-def test_a_jump_too_small_to_matter_is_left_alone() -> None:
-    """Less than two thousandths of the norm, however far outside of its usual changes."""
-    assert set(judged(_heavier(healthy(1200), 777, 1.0))) == {OK}
-
-
-def test_a_jump_is_not_detected_before_the_warm_up() -> None:
-    assert set(judged(_heavier(healthy(60), 30, 90.0), GuardSettings())) == {OK}
-
-
 @pytest.mark.parametrize("times", [3, 10])
 @pytest.mark.parametrize("warmup", [1, 100])
 @pytest.mark.parametrize("power", [1, 2])
@@ -432,23 +455,7 @@ def test_larger_updates_at_each_epochs_end_are_found() -> None:
     assert verdicts[-1].message.startswith("The updates of the mlp weights were ")
 
 
-def test_the_wilder_update_of_a_smaller_last_batch_is_no_trouble() -> None:
-    """Where an epoch ends with one sample instead of 64."""
-    steps = _with_epochs(healthy(800), 40)
-    raised = [
-        replace(_raised(step, "mlp", 4.0) if step.edge is not None else step, num_samples=size)
-        for step in steps
-        for size in [1 if step.step % 40 == 39 else 64]
-    ]
-    assert set(judged(raised)) == {OK}
-
-
 # --- Slow divergence ----------------------------------------------------------------------------
-
-
-def _raised(step: StepStatistics, group: str, factor: float) -> StepStatistics:
-    ratios = step.group_update_ratios
-    return replace(step, group_update_ratios={**ratios, group: factor * ratios[group]})
 
 
 @pytest.mark.parametrize("factor", [5.0, 10.0, 30.0])
@@ -464,19 +471,64 @@ def test_a_learning_rate_that_was_raised_shows_in_the_updates(group: str, factor
     assert set(verdicts[:-1]) == {OK}
 
 
-def test_updates_that_have_shrunk_do_not_hide_a_raised_learning_rate() -> None:
-    """Adam's are largest at the start: after some hundred steps they may be a fifth of that."""
-    steps = [
-        replace(step, group_update_ratios={k: v * shrunk for k, v in ratios.items()})
-        for step in healthy(400)
-        for ratios in [step.group_update_ratios]
-        for shrunk in [max(0.2, 1 - step.step / 150)]
-    ]
+def _growth(step: int) -> float:
+    """Updates that grow from the first step on, a hundred thousandfold, and then stay."""
+    return math.exp(min(0.0, 2 * math.sqrt(step) - 20))
+
+
+def _searched(step: StepStatistics) -> StepStatistics:
+    """The rate is being found, and not reported."""
+    norm = 50.0 + 0.05 * sum(map(_growth, range(step.step)))
+    return replace(_updates(step, 2e-3 * _growth(step.step), 1.0), weight_norm=norm)
+
+
+def _estimated(step: StepStatistics) -> StepStatistics:
+    """Prodigy's own estimate grows from 1e-6 by orders of magnitude, and all updates with it."""
+    rate = 1e-6 * 10 ** min(4.0, step.step / 50)
+    return _updates(step, 2e-5 * rate, rate)
+
+
+def _shrunk(step: StepStatistics) -> StepStatistics:
+    """Adam's updates are largest at the start: after some hundred steps a fifth of that."""
+    shrunk = max(0.2, 1 - step.step / 150)
+    ratios = {group: ratio * shrunk for group, ratio in step.group_update_ratios.items()}
+    return replace(step, group_update_ratios=ratios)
+
+
+def _come_back(step: StepStatistics) -> StepStatistics:
+    """Adam's, after large first gradients: they shrink to a twentieth, and come back slowly."""
+    size = math.exp(-max(0, min(step.step, 90) - 30) / 20)
+    if step.step > 90:
+        size = min(0.4, size * math.exp(max(0, step.step - 100) / 30))
+    return _updates(step, 2e-5 * size, 1.0)
+
+
+def _noise_limited(step: StepStatistics) -> StepStatistics:
+    """Updates of Prodigy that keep their size while the rate falls fiftyfold."""
+    return _updates(step, 1e-5 * (1 + 0.1 * math.sin(step.step)), 0.02 ** (step.step / 700))
+
+
+@pytest.mark.parametrize(
+    ("count", "at", "change"),
+    [
+        (400, 300, _searched),
+        (400, 300, _estimated),
+        (400, 250, _shrunk),
+        (400, 300, _come_back),
+        (700, 600, _noise_limited),
+    ],
+)
+def test_updates_that_change_are_no_divergence_and_hide_no_raised_rate(
+    count: int, at: int, change: Callable[[StepStatistics], StepStatistics]
+) -> None:
+    steps = [change(step) for step in healthy(count)]
     assert set(judged(steps)) == {OK}
-    steps[251:] = [_raised(step, "mlp", 10.0) for step in steps[251:]]
+    steps[at + 1 :] = [_raised(step, "mlp", 10.0) for step in steps[at + 1 :]]
     verdicts = judged(steps)
-    assert (verdicts[-1].reason, verdicts[-1].began) == ("divergence", 250)
-    assert len(verdicts) - 1 - 250 <= 8
+    last = verdicts[-1]
+    assert (last.reason, last.began) == ("divergence", at)
+    assert last.message.endswith("after dividing by the learning rate of each.")
+    assert len(verdicts) - 1 - at <= 8
 
 
 @pytest.mark.parametrize("percent", [1.0, 5.0])
@@ -488,56 +540,6 @@ def test_updates_that_grow_little_by_little_are_found(percent: float) -> None:
     verdicts = judged(steps)
     assert verdicts[-1].reason == "divergence"
     assert (1 + percent / 100) ** (len(verdicts) - _AT) < 8
-
-
-def test_a_long_warm_up_of_the_learning_rate_is_no_divergence() -> None:
-    """A warm-up over hundreds of steps raises the updates a hundredfold, as it is meant to."""
-    steps = [
-        replace(
-            step,
-            learning_rate_factor=factor,
-            update_ratio=2e-5 * factor,
-            group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-5 * factor),
-        )
-        for step in healthy(1000)
-        for factor in [step.step / 1000]
-    ]
-    assert set(judged(steps)) == {OK}
-
-
-def test_an_estimate_of_the_optimizers_own_is_a_part_of_the_rate() -> None:
-    """Prodigy's grows from 1e-6 by orders of magnitude, and all updates with it."""
-    steps = [
-        replace(
-            step,
-            learning_rate_factor=rate,
-            group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-05 * rate),
-        )
-        for step in healthy(400)
-        for rate in [1e-6 * 10 ** min(4.0, step.step / 50)]
-    ]
-    assert set(judged(steps)) == {OK}
-    steps[301:] = [_raised(step, "mlp", 10.0) for step in steps[301:]]
-    last = judged(steps)[-1]
-    assert (last.reason, last.began) == ("divergence", 300)
-    assert last.message.endswith("after dividing by the learning rate of each.")
-
-
-def test_a_rate_that_is_being_found_and_not_reported_is_no_divergence() -> None:
-    """Updates that have grown from the first step on, a hundred thousandfold; then they stay."""
-    growth = [math.exp(min(0.0, 2 * math.sqrt(step) - 20)) for step in range(400)]
-    steps = [
-        replace(
-            step,
-            learning_rate_factor=1.0,
-            group_update_ratios=dict.fromkeys(step.group_update_ratios, 2e-3 * growth[step.step]),
-            weight_norm=50.0 + 0.05 * sum(growth[: step.step]),
-        )
-        for step in healthy(400)
-    ]
-    assert set(judged(steps)) == {OK}
-    steps[301:] = [_raised(step, "mlp", 10.0) for step in steps[301:]]
-    assert judged(steps)[-1].reason == "divergence"
 
 
 def test_an_optimizer_that_still_finds_its_rate_has_not_begun_to_train() -> None:
@@ -552,60 +554,6 @@ def test_an_optimizer_that_still_finds_its_rate_has_not_begun_to_train() -> None
     assert set(judged(steps)) == {OK}
     steps[300] = replace(steps[300], grad_norm=12.0 * steps[300].grad_norm)
     assert [at for at, verdict in enumerate(judged(steps)) if verdict != OK] == [300]
-
-
-def test_updates_that_keep_their_size_while_the_rate_falls_are_no_divergence() -> None:
-    """As Prodigy's do where the noise of the gradients limits them: 50 times the rate at last."""
-    steps = [
-        replace(
-            step,
-            learning_rate_factor=rate,
-            group_update_ratios={
-                k: 1e-5 * (1 + 0.1 * math.sin(step.step)) for k in step.group_update_ratios
-            },
-        )
-        for step in healthy(700)
-        for rate in [0.02 ** (step.step / 700)]
-    ]
-    assert set(judged(steps)) == {OK}
-    steps[601:] = [_raised(step, "mlp", 10.0) for step in steps[601:]]
-    last = judged(steps)[-1]
-    assert (last.reason, last.began) == ("divergence", 600)
-
-
-def test_updates_that_come_back_to_what_they_were_are_no_divergence() -> None:
-    """Adam's, after large first gradients: they shrink to a twentieth, and come back slowly."""
-
-    def size(step: int) -> float:
-        fallen = math.exp(-max(0, min(step, 90) - 30) / 20)
-        return float(min(0.4, fallen * math.exp(max(0, step - 100) / 30))) if step > 90 else fallen
-
-    steps = [
-        replace(
-            step,
-            learning_rate_factor=1.0,
-            group_update_ratios={k: 2e-5 * size(step.step) for k in step.group_update_ratios},
-        )
-        for step in healthy(400)
-    ]
-    assert set(judged(steps)) == {OK}
-    steps[301:] = [_raised(step, "mlp", 10.0) for step in steps[301:]]
-    assert judged(steps)[-1].reason == "divergence"
-
-
-def test_weights_that_grow_from_nothing_are_no_divergence() -> None:
-    """LoRA begins with zeros: its norm rises a hundredfold and its update ratio falls as much."""
-    steps = [
-        replace(
-            step,
-            weight_norm=norm,
-            group_weight_norms={"attention": norm},
-            group_update_ratios={"attention": 0.05 * step.learning_rate_factor / norm},
-        )
-        for step in healthy(1500)
-        for norm in [0.02 + 0.01 * step.step]
-    ]
-    assert set(judged(steps)) == {OK}
 
 
 def test_skipped_steps_do_not_hide_a_raised_learning_rate() -> None:
@@ -661,17 +609,6 @@ def test_a_rise_to_a_gradient_norm_that_is_not_rare_is_no_divergence(
     assert len(recent) == 10
     last = judged(steps)[-1]
     assert (last.reason == "divergence") == is_found, last
-
-
-def test_a_short_bad_stretch_is_no_divergence() -> None:
-    steps = healthy(900)
-    steps[_AT : _AT + 6] = [louder(step, 1.8) for step in steps[_AT : _AT + 6]]
-    assert set(judged(steps)) == {OK}
-
-
-def test_updates_are_not_compared_before_the_warm_up() -> None:
-    steps = [_raised(step, "mlp", 30.0) if step.step > 40 else step for step in healthy(63)]
-    assert set(judged(steps, GuardSettings())) == {OK}
 
 
 # --- Spikes -------------------------------------------------------------------------------------
