@@ -46,8 +46,8 @@ from longtake.parallel.mesh import World
 from longtake.process import keep_freed_memory
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue
+from longtake.training.saving import state_parts
 from longtake.training.session import Session, TrainingState
-from longtake.training.state import state_parts
 from longtake.training.step import compute_gradients
 
 _FOLDER = Path(__file__).parent / "results"

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -48,9 +49,9 @@ from longtake.training.build import build_state
 from longtake.training.guard_runner import GuardRunner
 from longtake.training.inputs import prepare
 from longtake.training.loop import train_steps
+from longtake.training.parts import Training
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
-from longtake.training.state import Monitors
 from longtake.training.statistics import NormStats
 from longtake.training.threads import CpuThreads
 
@@ -274,8 +275,10 @@ def _longtake(
         heartbeat_session(writer),
     ):
         threads, replicas = CpuThreads(world), ReplicaCheck(world, 0)
-        monitors = Monitors(guard, norms, replicas, saver, recorder, StopSignal(), threads)
-        train_steps(session, replace(state, global_step=0), loader, ledger, monitors)
+        no_plan: Any = None  # only an error of memory reads it
+        begun = replace(state, global_step=0)
+        built: Any = (session, begun, loader, guard, norms, replicas, threads, no_plan, {}, folder)
+        train_steps(Training(*built, saver=saver, recorder=recorder, stop=StopSignal()), ledger)
     rows = list(run.metrics())[-steps:] if world.is_first else []
     assert not world.is_first or len(rows) >= min(before, steps)
     return [row["step_seconds"] for row in rows[1:]]

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -44,9 +44,9 @@ from longtake.run_dir import RunDirectory
 from longtake.training.guard_runner import GuardRunner
 from longtake.training.inputs import InputQueue
 from longtake.training.loop import train_steps
+from longtake.training.parts import Training
 from longtake.training.record import keep_recorder
 from longtake.training.session import Session, TrainingState
-from longtake.training.state import Monitors
 from longtake.training.statistics import NormStats
 from longtake.training.step import apply_update, compute_gradients
 from longtake.training.threads import CpuThreads
@@ -236,8 +236,20 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
         Ledger(folder, 0, streams) as ledger,
     ):
         threads, replicas = CpuThreads(_ALONE), ReplicaCheck(_ALONE, 0)
-        monitors = Monitors(guard, norms, replicas, saver, recorder, StopSignal(), threads)
-        train_steps(session, to_here, loader, ledger, monitors)
+        no_plan: Any = None  # only an error of memory reads it
+        built: Any = (
+            session,
+            to_here,
+            loader,
+            guard,
+            norms,
+            replicas,
+            threads,
+            no_plan,
+            {},
+            folder,
+        )
+        train_steps(Training(*built, saver=saver, recorder=recorder, stop=StopSignal()), ledger)
     rows = list(run.metrics())
     assert len(rows) >= min(before, steps)
     return [row["step_seconds"] for row in rows[1:]]

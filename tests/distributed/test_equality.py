@@ -35,7 +35,7 @@ from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks
 from longtake.training.latent_cache import captions_of
 from longtake.training.session import Session
-from longtake.training.statistics import NormStats, local_facts, reduce_statistics
+from longtake.training.statistics import NormStats, reduce_statistics
 from longtake.training.step import apply_update, compute_gradients, drop_undecodable
 
 _STEPS = 4
@@ -217,8 +217,7 @@ def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[s
     for own_batch in loader.batches(loader.end_after(_STEPS)):
         batch = drop_undecodable(own_batch, world)
         samples = compute_gradients(session, state, batch)
-        local = local_facts(loader, stop=None, save_failed=False)
-        facts = reduce_statistics(session, samples, batch, state, norms, local)
+        facts = reduce_statistics(session, samples, batch, state, norms)
         seen = facts.statistics
         rows.append([seen.loss, seen.grad_norm, seen.weight_norm])
         with norms.track_update():

@@ -39,7 +39,7 @@ from longtake.training.build import build_state
 from longtake.training.inputs import InputQueue, encode_captions, prepare
 from longtake.training.latent_cache import captions_of
 from longtake.training.session import Session
-from longtake.training.statistics import NormStats, local_facts, reduce_statistics
+from longtake.training.statistics import NormStats, reduce_statistics
 from longtake.training.step import apply_update, compute_gradients, prepare_next
 
 _NAME = "standin"
@@ -180,12 +180,11 @@ def _train(recipe: Recipe, device: torch.device) -> Iterator[tuple[list[float], 
     session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
     state = build_state(session, parts)
     norms = NormStats(parts.model, parts.family.blocks(parts.model), world)
-    local = local_facts(loader, stop=None, save_failed=False)
     for batch in batches:
         _waits.clear()
         losses = compute_gradients(session, state, batch)
         state.inputs.draw_ahead(loader)
-        facts = reduce_statistics(session, losses, batch, state, norms, local)
+        facts = reduce_statistics(session, losses, batch, state, norms)
         with norms.track_update():
             apply_update(session, state, facts.statistics.grad_norm, facts.scale, batch.position)
         yield (

@@ -26,8 +26,8 @@ from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
 from longtake.training import record
 from longtake.training.record import keep_recorder
+from longtake.training.saving import save_checkpoint
 from longtake.training.session import Session
-from longtake.training.state import save_checkpoint
 from longtake.training.train import train
 
 
@@ -89,7 +89,7 @@ def test_a_save_is_no_wait_for_data(
         save_checkpoint(*arguments)
         time.sleep(0.3)
 
-    monkeypatch.setattr("longtake.training.state.save_checkpoint", save_slowly)
+    monkeypatch.setattr("longtake.training.saving.save_checkpoint", save_slowly)
     recipe = small_recipe("training.steps=3", "checkpoint.every=1")
     train(recipe, QUIET)
     for row in RunDirectory(recipe.out).metrics()[1:]:

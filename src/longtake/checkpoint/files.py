@@ -85,7 +85,13 @@ def list_files(folder: Path) -> list[str]:
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
     """Return the sizes and checksums of files, by name in the folder."""
-    return {name: _describe(folder / name) for name in names}
+    entries: dict[str, FileEntry] = {}
+    for name in names:
+        with fsio.open_regular(folder / name) as file:
+            blocks = iter(lambda: file.read(BLOCK_BYTES), b"")
+            digests = "".join(map(xxhash.xxh3_64_hexdigest, blocks))
+            entries[name] = {"bytes": file.tell(), "xxh3_64": digests}
+    return entries
 
 
 def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
@@ -256,14 +262,6 @@ class VerifiedFile(io.RawIOBase):
         return room
 
 
-def _describe(path: Path) -> FileEntry:
-    digests = []
-    with fsio.open_regular(path) as file:
-        while block := file.read(BLOCK_BYTES):
-            digests.append(xxhash.xxh3_64_hexdigest(block))
-        return {"bytes": file.tell(), "xxh3_64": "".join(digests)}
-
-
 # --- Damage -----------------------------------------------------------------------------------
 
 
@@ -378,12 +376,8 @@ def find_parent(
     has_step = bool(name) and number.isdecimal() and not RunDirectory(Path(text)).exists()
     run = RunDirectory(Path(name if has_step else text))
     if begun is not None:
-        step = int(number) if has_step else begun["step"]
-        if (str(run.path.resolve()), step, weights_only) == (
-            begun["path"],
-            begun["step"],
-            begun["weights_only"],
-        ):
+        named = int(number) if has_step else begun["step"], weights_only, str(run.path.resolve())
+        if named == (begun["step"], begun["weights_only"], begun["path"]):
             return begun
     recipe = run.recipe()
     without = recipe.model_copy(update={"evaluation": EvaluationSection()})  # it is not used

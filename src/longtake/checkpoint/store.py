@@ -188,7 +188,13 @@ class CheckpointReader(FileSystemReader):
         with self.fs.create_stream(path, "rb") as file:
             try:
                 buffered = io.BufferedReader(cast("io.RawIOBase", file))
-                found = _checked(trust.RestrictedUnpickler(buffered, _allowed_globals()).load())
+                found = trust.RestrictedUnpickler(buffered, _allowed_globals()).load()
+                # A name with a path could make torch read files outside of the checkpoint.
+                if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+                    raise TypeError("it does not describe a checkpoint")
+                for name in (str(each.relative_path) for each in found.storage_data.values()):
+                    if name != PurePath(name).name or name == "..":
+                        raise ValueError(f"it names the file {name!r} outside the checkpoint")
             except files.DamagedFileError:
                 raise
             except Exception as error:  # a damaged pickle can raise anything
@@ -208,17 +214,6 @@ class SafeLoadPlanner(DefaultLoadPlanner):
             set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
             self.state_dict[name] = loaded
-
-
-def _checked(found: Any) -> Metadata:
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        # A name with a path could make torch read files outside of the checkpoint.
-        raise TypeError("it does not describe a checkpoint")
-    for each in found.storage_data.values():
-        name = str(each.relative_path)
-        if name != PurePath(name).name or name == "..":
-            raise ValueError(f"it names the file {name!r} outside the checkpoint")
-    return found
 
 
 def _no_path(*_parts: object) -> None:
@@ -495,8 +490,15 @@ def write(
     aside = whole.with_name(f".{whole.name}.partial")
     is_first = world.is_first
 
+    def begin() -> None:
+        if is_first and (link := files.dangling_link(whole)):
+            raise OSError(link)
+        if is_first:
+            remove_tree(aside)
+            aside.mkdir(parents=True)
+
     try:
-        _on_all_ranks(lambda: _begin(aside, whole) if is_first else None, group)
+        _on_all_ranks(begin, group)
         mine: dict[str, files.FileEntry] = {}
         for name, state in parts.items():
             mine |= _write_part(aside, name, state, group)
@@ -613,13 +615,6 @@ class _SavePlanner(DefaultSavePlanner):
         if (name := repr(object)) not in known:
             known[name] = super().transform_object(write_item, object).getvalue()
         return io.BytesIO(known[name])
-
-
-def _begin(aside: Path, whole: Path) -> None:
-    if link := files.dangling_link(whole):
-        raise OSError(link)
-    remove_tree(aside)
-    aside.mkdir(parents=True)
 
 
 def _write_part(

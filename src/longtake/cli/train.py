@@ -13,7 +13,6 @@ from longtake.cli import say
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
-    from longtake.evaluation.evaluator import SampleEvaluator
     from longtake.run_dir import Parent
     from longtake.training.train import TrainOutcome
 
@@ -92,7 +91,13 @@ def train(
                 process.end_with(int(launcher), by=signal.SIGTERM)
             from longtake.training.train import train as train_recipe
 
-            evaluate = _evaluator() if loaded.sampling.every is not None else None
+            evaluate = None
+            if loaded.sampling.every is not None:
+                from longtake.evaluation.evaluator import SampleEvaluator
+                from longtake.evaluation.options import ServerReport
+                from longtake.sampling.claims import own_name
+
+                evaluate = SampleEvaluator(own_name(), ServerReport(say.console()))
             outcome = train_recipe(
                 loaded, say.console(), fresh=fresh, parent=parent, evaluate=evaluate
             )
@@ -126,14 +131,6 @@ def parent_of(
     # A run that is resumed keeps its parent, whatever that has trained or deleted since.
     begun = run.record().get("parent") if run is not None and run.exists() else None
     return find_parent(begin_from, weights_only=weights_only, trust=trust, begun=begun)
-
-
-def _evaluator() -> "SampleEvaluator":
-    from longtake.evaluation.evaluator import SampleEvaluator
-    from longtake.evaluation.options import ServerReport
-    from longtake.sampling.claims import own_name
-
-    return SampleEvaluator(own_name(), ServerReport(say.console()))
 
 
 def _say_what_is_kept(out: Path) -> None:

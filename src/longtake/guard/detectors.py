@@ -210,7 +210,12 @@ def _weight_norm_verdict(
     growth = _update_growth(window, span, _JUMP_UPDATE_GROWTH) if window.is_warm else None
     # A learning rate that is too high moves the weights at any step, so that a jump with grown
     # updates is attributed to an edge only if it happened exactly there.
-    first = began + 1 if growth else began + 1 - _max_steps_after_edge(window)
+    first = began + 1
+    if not growth:  # less than a quarter of the longest remembered epoch before it
+        rows = window.history.rows
+        at_edge = rows.column("step")[rows.column("at_edge") > 0]
+        epochs = np.diff(np.concatenate([rows.column("step")[:1], at_edge, [window.now.step]]))
+        first -= int(min(_MAX_STEPS_AFTER_EDGE, epochs.max() // 4))
     steps = [*(each.statistics for each in window.history), window.now]
     edges = (each.edge for each in reversed(steps) if each.edge and each.step >= first)
     edge = next(edges, None)
@@ -221,14 +226,6 @@ def _weight_norm_verdict(
     if growth is not None:
         message, began = f"{message}. {growth}", min(began, growth.began)
     return GuardVerdict("roll_back", reason, f"{message.rstrip('.')}.", began)
-
-
-def _max_steps_after_edge(window: StepWindow) -> int:
-    """Return a quarter of the longest remembered epoch, at most `_MAX_STEPS_AFTER_EDGE`."""
-    rows = window.history.rows
-    edges = rows.column("step")[rows.column("at_edge") > 0]
-    epochs = np.diff(np.concatenate([rows.column("step")[:1], edges, [window.now.step]]))
-    return int(min(_MAX_STEPS_AFTER_EDGE, epochs.max() // 4))
 
 
 # --- Small changes that recur at the edges of epochs ----------------------------------------------
@@ -589,10 +586,19 @@ def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | No
     excess = _excess(newest.column(f"{population}_loss"), loss, noise_factor)
     if not _LOSS_LIMIT.is_exceeded(excess):
         return None
-    sigmas = _sigmas_with_spike(rows.losses_by_sigma(population), by_sigma, noise_factor)
-    if sigmas is None:
+    # Noise levels are compared with the whole history, since some of them are rare.
+    past = rows.losses_by_sigma(population)
+    present = [quarter for quarter, loss in enumerate(by_sigma) if loss > 0]
+    excesses = [_excess(past[:, each], by_sigma[each], noise_factor) for each in present]
+    pairs = zip(present, excesses, strict=True)
+    spikes = [quarter for quarter, each in pairs if _LOSS_LIMIT.is_exceeded(each)]
+    if present and not spikes:  # at no known noise level
         return None
-    return f"The loss{_OF_POPULATION[population]} of {excess}{sigmas}."
+    at = ", at all noise levels" if present else ""
+    if len(spikes) < len(present):
+        names = " and ".join(f"{quarter / 4:g} to {(quarter + 1) / 4:g}" for quarter in spikes)
+        at = f", but only at sigmas of {names}"
+    return f"The loss{_OF_POPULATION[population]} of {excess}{at}."
 
 
 def _noise_factor(rows: StepRows, population: str, count: float) -> float:
@@ -617,22 +623,6 @@ def _excess(
     distance = math.log(value) - usual - explained
     sigmas = distance / (noise_factor * max(_MIN_NOISE, noise(logs)))
     return _Excess(value, usual, distance, sigmas)
-
-
-def _sigmas_with_spike(past: Numbers, now: Sequence[float], noise_factor: float) -> str | None:
-    """Describe the noise levels at which the loss is a spike; None if it is at no known level.
-
-    Compares with the whole history, since some noise levels are rare.
-    """
-    present = [quarter for quarter, loss in enumerate(now) if loss > 0]
-    excesses = {
-        quarter: _excess(past[:, quarter], now[quarter], noise_factor) for quarter in present
-    }
-    spikes = [quarter for quarter, each in excesses.items() if _LOSS_LIMIT.is_exceeded(each)]
-    if len(spikes) == len(present):
-        return ", at all noise levels" if present else ""  # "": no noise level has a sample
-    names = " and ".join(f"{quarter / 4:g} to {(quarter + 1) / 4:g}" for quarter in spikes)
-    return f", but only at sigmas of {names}" if spikes else None
 
 
 # --- Skip, or roll back after too many skips ------------------------------------------------------

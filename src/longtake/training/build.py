@@ -73,13 +73,8 @@ def build_components(
         if run.exists():
             return
         with pretrained.local_copies():
-            parts = assemble(
-                recipe,
-                captions,
-                _parents_parts(session),
-                weights=source,
-                quantized=quantized,
-            )
+            beside = _parents_parts(session)
+            parts = assemble(recipe, captions, beside, weights=source, quantized=quantized)
         # Before the run directory, so that a run which exists has all of its parts.
         parts.codec.save(run.components_path)
         parts.text.save(run.components_path)
@@ -320,9 +315,8 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     for name, option in options.items():
         block: Any = names[name]
         if block in streamed:
-            if (
-                option.activations in activation_checkpointing.RECOMPUTED
-            ):  # else views of weights would be saved, and go
+            # Else views of weights would be saved, and would be gone in the backward pass.
+            if option.activations in activation_checkpointing.RECOMPUTED:
                 block.forward = torch.compile(block.forward, dynamic=False)
             if option.activations == "save-attention":  # attention is compiled, too
                 option = replace(option, activations="recompute")

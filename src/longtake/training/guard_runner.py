@@ -163,8 +163,15 @@ class GuardRunner:
         report's path in the run directory.
         """
         if verdict.reason == "non_finite":
-            where = _locate_non_finite(statistics, losses, state, self._world)
-            verdict = replace(verdict, message=f"{verdict.message}{where}")
+            parts, found = state.components, [verdict.message]
+            if ranks := _non_finite_ranks(losses, parts.model, self._world):
+                found.append(f"It came from {ranks}.")
+            if not math.isfinite(statistics.grad_norm):
+                blocks = parts.family.blocks(parts.model)
+                found.append(describe_non_finite_gradients(parts.model, blocks, self._world))
+            if not math.isfinite(statistics.loss):
+                found.append("The loss is NaN or inf: it was already lost in the forward pass.")
+            verdict = replace(verdict, message=" ".join(found))
         host = {"host": socket.gethostname()}
         mine = [host | each for step in self._samples for each in step]
         everyone = collectives.gather_objects(mine, self._world)
@@ -238,21 +245,6 @@ def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _locate_non_finite(
-    statistics: StepStatistics, losses: SampleLosses, state: TrainingState, world: mesh.World
-) -> str:
-    """Describe the origin of NaN and inf, each sentence after a space; all ranks must call it."""
-    parts, text = state.components, ""
-    if ranks := _non_finite_ranks(losses, parts.model, world):
-        text += f" It came from {ranks}."
-    if not math.isfinite(statistics.grad_norm):
-        blocks = parts.family.blocks(parts.model)
-        text += f" {describe_non_finite_gradients(parts.model, blocks, world)}"
-    if not math.isfinite(statistics.loss):
-        text += " The loss is NaN or inf: it was already lost in the forward pass."
-    return text
-
-
 def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: mesh.World) -> str:
     """Name the ranks with NaN or inf in their losses, else in their gradients; empty if all have.
 
@@ -288,6 +280,8 @@ def describe_non_finite_gradients(
             "Each gradient is finite, but together they are so large that the sum of their squares "
             "is not."
         )
+    module_names = {id(module): name for name, module in model.named_modules()}
+    tops = [f"{module_names[id(block)]}." for block in blocks]
     named = []
     for name in non_finite[: -_MAX_NAMED_GRADIENTS - 1 : -1]:
         counts = zip(*(counts.get(name, (0, 0)) for counts in everyone), strict=True)
@@ -295,7 +289,9 @@ def describe_non_finite_gradients(
         lost = [f"{num_nan} NaN"] * bool(num_nan) + [f"{num_infinite} infinite"] * bool(
             num_infinite
         )
-        where = f"{name} ({_block_of(name, model, blocks)})"
+        block = next((i for i, top in enumerate(tops, start=1) if name.startswith(top)), None)
+        where = "outside the blocks" if block is None else f"block {block} of {len(tops)}"
+        where = f"{name} ({where})"
         named.append(f"{where}, {' and '.join(lost)} of {gradients[name].numel()} numbers")
     more = " and more" if len(non_finite) > _MAX_NAMED_GRADIENTS else ""
     return (
@@ -315,12 +311,3 @@ def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, i
         if not torch.linalg.vector_norm(shard, dtype=torch.float32).isfinite():
             found[name] = (int(shard.isnan().sum()), int(shard.isinf().sum()))
     return {name: counts for name, counts in found.items() if any(counts)}
-
-
-def _block_of(name: str, model: nn.Module, blocks: Sequence[nn.Module]) -> str:
-    """Describe the block that a parameter belongs to, counted from 1."""
-    names = {id(module): name for name, module in model.named_modules()}
-    for number, block in enumerate(blocks, start=1):
-        if name.startswith(f"{names[id(block)]}."):
-            return f"block {number} of {len(blocks)}"
-    return "outside the blocks"

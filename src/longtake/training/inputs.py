@@ -168,7 +168,10 @@ class InputQueue:
             for part in parts:
                 yield self.assemble(self.draw_on_host(part))
             return
-        ahead = self._pop_encoded(parts[0])
+        ahead = None
+        if self._next is not None and _samples(self._next[0]) == _samples(parts[0]):
+            ahead = self._next[1]
+        self._next = None
         to_draw = parts if ahead is None else parts[1:]
         drawn = deque(self._thread.submit(self.draw_on_host, part) for part in to_draw)
         copied = deque[DeviceInputs]()
@@ -242,12 +245,16 @@ class InputQueue:
         }
         pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
         captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
-        conditioning: Mapping[str, Tensor] = {}
+        conditioning: dict[str, Tensor] = {}
         if batch.latents is None:
             tensors["videos"] = batch.videos
         else:
             tensors["latents"] = batch.latents
-            conditioning = _with_dropped(batch, is_dropped)
+            conditioning |= batch.conditioning
+            # The empty caption's where captions are dropped.
+            for name, none in batch.no_caption.items():
+                where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
+                conditioning[name] = torch.where(where, none, conditioning[name])
         used = {*recipe.model_inputs(), flow.loss_mask}
         further = {name: each for name, each in batch.inputs.items() if name in used}
         known = tuple(sigmas.tolist())
@@ -284,11 +291,6 @@ class InputQueue:
         tensors = (tensor for group in copied.inputs.groups for tensor in group.values())
         self._side.hand_over(copied.copied, tensors)
         return EncodedInputs(self.assemble(copied.inputs), None)
-
-    def _pop_encoded(self, part: Batch) -> EncodedInputs | None:
-        """Return the micro-batch that was encoded ahead if it is that of `part`, and forget it."""
-        ahead, self._next = self._next, None
-        return ahead[1] if ahead is not None and _samples(ahead[0]) == _samples(part) else None
 
     def assemble(self, inputs: HostInputs) -> MicroBatch:
         """Make a micro-batch of inputs on the device; encodes bitwise as a cache does."""
@@ -408,15 +410,6 @@ def _samples(part: Batch) -> tuple[object, ...]:
     """Return the fields that determine a micro-batch's numbers, to compare two batches."""
     shape = part.stage, part.bucket, part.weights.tolist()
     return part.step, *shape, part.seeds, part.identities, part.captions
-
-
-def _with_dropped(batch: Batch, is_dropped: Tensor) -> dict[str, Tensor]:
-    """Return a cache's conditioning, with that of the empty caption where captions are dropped."""
-    encoded = dict(batch.conditioning)
-    for name, none in batch.no_caption.items():
-        where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
-        encoded[name] = torch.where(where, none, encoded[name])
-    return encoded
 
 
 def draw_sample(seed: int, shape: Sequence[int]) -> Draw:

@@ -1,23 +1,31 @@
-"""The training loop: the order of a step's operations, with one wait for the device per step."""
+"""The training loop: the order of a step's operations.
+
+A step has one collective beside those of the gradients (`reduce_statistics`), and the host waits
+for the device once, for the numbers that go into it. The exceptions, all of them:
+
+- Ranks that share a batch's tokens compare it first (`begin_step`), and agree on what they encode
+  ahead (`prepare_next`); both over the CPU.
+- The host waits once more for the first batch of each shape, whose page-locked memory is allocated,
+  and in a step with NaN or inf, which are counted.
+- All ranks gather what only they know if a clip could not be read, if the verdict is not `ok`, and
+  in the tenth judged step, for weights without gradient.
+- Saving and sampling have collectives and waits of their own. So has the first step of a launch,
+  for its report.
+"""
 
 from dataclasses import dataclass
 
 from longtake import heartbeat
 from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger
-from longtake.data.loader import Loader
 from longtake.guard import detectors, history
 from longtake.training.guard_runner import Decision
 from longtake.training.inputs import clips_not_encoded
+from longtake.training.parts import Training
 from longtake.training.samples import samples_at
-from longtake.training.session import SampleLosses, Session, TrainingState
-from longtake.training.state import Monitors, sample_presets, save_if_due
-from longtake.training.statistics import (
-    StepSummary,
-    local_facts,
-    reduce_statistics,
-    replicated_tensors,
-)
+from longtake.training.saving import sample_presets, save_if_due
+from longtake.training.session import SampleLosses
+from longtake.training.statistics import StepSummary, reduce_statistics, replicated_tensors
 from longtake.training.step import (
     apply_update,
     begin_step,
@@ -42,9 +50,7 @@ class LoopExit:
     statistics: history.StepStatistics | None = None  # of the step with that verdict
 
 
-def train_steps(
-    session: Session, state: TrainingState, loader: Loader, ledger: Ledger, monitors: Monitors
-) -> LoopExit:
+def train_steps(training: Training, ledger: Ledger) -> LoopExit:
     """Train until the recipe's last step, the end of the data, or a request to stop.
 
     Raises:
@@ -53,21 +59,21 @@ def train_steps(
         DivergedError: the last update left NaN or inf in the weights, or replicas unlike.
         RunError: another launch has taken the run over.
     """
-    sampling, recorder, saver = session.recipe.sampling, monitors.recorder, monitors.saver
-    norms, replicas = monitors.norms, monitors.replicas
+    session, state, loader = training.session, training.state, training.loader
+    recorder, norms, replicas = training.recorder, training.norms, training.replicas
     end = loader.end_after(session.recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
         batch = begin_step(session, state, local_batch)
         # The watcher and the CPU thread tuner measure forward and backward pass only.
-        with recorder.measured(state.global_step, batch, monitors.threads):
+        with recorder.measured(state.global_step, batch, training.threads):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
             prepare_next(session, state, loader)  # while the device computes
-        local = local_facts(loader, monitors.stop.reason, saver.failed, saver.is_due)
+        local = training.local_facts()
         summary = reduce_statistics(  # one all-reduce
-            session, losses, batch, state, norms, local, replicas
+            session, losses, batch, state, norms, replicas, local
         )
-        recorder.data_troubles(summary.num_troubles, batch, loader)
-        decision = decide(session, state, batch, losses, summary, loader, monitors)
+        recorder.record_failures(summary.num_failures, batch, loader)
+        decision = decide(training, batch, losses, summary)
         learning_rate = 0.0
         if decision.applies_update:
             with norms.track_update(state.optimizers):  # clip, optimizer, EMA
@@ -82,49 +88,47 @@ def train_steps(
         if decision.ends_loop:
             return LoopExit(verdict=decision.verdict, statistics=summary.statistics)
         is_last = loader.step == end
-        is_sampled = samples_at(sampling, state.global_step, is_last=is_last)
-        save_if_due(session, state, loader, ledger, monitors, summary, is_last, is_sampled)
+        is_sampled = samples_at(session.recipe.sampling, state.global_step, is_last=is_last)
+        save_if_due(training, ledger, summary, is_last=is_last, is_sampled=is_sampled)
         heartbeat.end_step(losses.compute_seconds)
         # Only now: the signal's step is saved above, so that the run resumes behind it.
         if summary.stop is not None:
             return LoopExit(signal=summary.stop)
         if is_sampled:
-            sample_presets(state, monitors)
+            sample_presets(training)
     return LoopExit()
 
 
 def decide(
-    session: Session,
-    state: TrainingState,
-    batch: Batch,
-    losses: SampleLosses,
-    summary: StepSummary,
-    loader: Loader,
-    monitors: Monitors,
+    training: Training, batch: Batch, losses: SampleLosses, summary: StepSummary
 ) -> Decision:
     """Decide whether a step's update is applied; every rank returns the same decision.
 
     Writes the guard's report and events if the verdict is not `ok`, and quarantines clips that an
     encoder turned into NaN. All ranks must call it.
     """
-    guard, statistics = monitors.guard, summary.statistics
+    session, state, guard = training.session, training.state, training.guard
+    statistics = summary.statistics
     verdict, unlike = detectors.OK, ""
     if summary.unlike:
         tensors = replicated_tensors(state)
-        unlike = monitors.replicas.explain(summary.unlike, tensors, statistics.step)
+        unlike = training.replicas.explain(summary.unlike, tensors, statistics.step)
     if statistics.num_samples or unlike:  # else there is nothing to learn or to judge
         verdict = guard.judge(statistics, losses, batch, unlike)
     # Second, as a run whose weights get no gradient is judged only on healthy steps.
     if statistics.num_samples and verdict.kind == "ok":
-        verdict = guard.judge_gradients(monitors.norms, batch, statistics)
+        verdict = guard.judge_gradients(training.norms, batch, statistics)
     is_allowed = guard.allows(verdict)
     if verdict.kind != "ok":
         if verdict.reason == "non_finite":
             parts, device = state.components, session.world.device
             not_encoded = clips_not_encoded(batch, losses.losses, parts, session.recipe, device)
-            for identity, names in not_encoded:  # the next step's summary tells all ranks
-                loader.fail(identity, _NOT_ENCODED.format(names=names))
-        monitors.saver.wait()  # so that the report names the newest checkpoint
+            for (
+                identity,
+                names,
+            ) in not_encoded:  # `record_failures` of the next step tells all ranks
+                training.loader.fail(identity, _NOT_ENCODED.format(names=names))
+        training.saver.wait()  # so that the report names the newest checkpoint
         verdict, report = guard.report(verdict, statistics, losses, state)
-        monitors.recorder.verdict(verdict, statistics, report, acts=not is_allowed)
+        training.recorder.verdict(verdict, statistics, report, acts=not is_allowed)
     return Decision(statistics, verdict, is_allowed)

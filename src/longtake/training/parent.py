@@ -14,7 +14,7 @@ from longtake.models.trainable import load_trained, trained_state
 from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.run_dir import Parent, RunDirectory
 from longtake.training import session as sessions
-from longtake.training.state import EMA, FLAT, state_parts
+from longtake.training.saving import EMA, FLAT, state_parts
 
 _MAX_NAMED = 3
 _MAX_DIFFERENCES = 12
@@ -166,7 +166,9 @@ def begin_from(
     new = [name for name in averages if f"{EMA}/{name}" not in taken]
     if new:
         notes.append(f"{path.parents[1]} has no average {join_words(new)}: begun with its weights")
-    differences = _differences(session.recipe, parent)
+    # Keys of the recipe that change what is trained.
+    changed = config.differences(RunDirectory(Path(parent["path"])).recipe(), session.recipe)
+    differences = [f"{key}: {old!r} there, {new!r} here" for key, old, new in changed]
     if session.world.is_first:
         session.run.append_event("begun_from", step=0, parent=parent, differences=differences)
         session.console.print(f"  begins with {_named(parent)}", markup=False, highlight=False)
@@ -199,10 +201,3 @@ def _take_optimizer(
 
 def _states_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if name.startswith("state.")}
-
-
-def _differences(recipe: config.Recipe, parent: Parent) -> list[str]:
-    """List the keys of the recipe that differ from the parent's and change what is trained."""
-    before = RunDirectory(Path(parent["path"])).recipe()
-    found = config.differences(before, recipe)
-    return [f"{key}: {old!r} there, {new!r} here" for key, old, new in found]

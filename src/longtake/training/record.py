@@ -15,7 +15,6 @@ from longtake import errors, fsio, heartbeat
 from longtake.config import Bucket
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
-from longtake.data.workers import WorkerIncident
 from longtake.evaluation_dir import Scores
 from longtake.formatting import format_size, plural
 from longtake.guard import detectors, history
@@ -38,6 +37,9 @@ _MEMORY_EVERY = 10  # steps between two queries of torch's allocator, which take
 
 class Recorder:
     """Writes metrics and events of a run's steps; on ranks other than 0 it writes nothing.
+
+    Two of its methods are for all ranks, though: `timed` may raise on each of them, and
+    `record_failures` is a collective that changes the quarantine of each.
 
     Args:
         session: of the run.
@@ -80,21 +82,19 @@ class Recorder:
             if batch is None:
                 return
             if self._world.is_first:
-                self._record_epoch(batch)
+                where = {"step": batch.step, "stage": batch.stage, "source": batch.source}
+                if batch.stage not in self._stages:
+                    self._stages.add(batch.stage)
+                    self._run.append_event("stage", **where)
+                if batch.begins_epoch:
+                    self._run.append_event("epoch", **where, epoch=batch.epoch)
+                old, new = batch.position_before.name, batch.position.name
+                if old != new and (changes := self._recipe.stage_changes(old, new)):
+                    facts = {"step": batch.step, "stage": new, "changes": changes}
+                    self._run.append_event("settings_changed", **facts)
             # Before each step, so that a launch that has lost the run writes no further metrics.
             refuse_lost(self._lease)
             yield batch
-
-    def _record_epoch(self, batch: Batch) -> None:
-        where = {"step": batch.step, "stage": batch.stage, "source": batch.source}
-        if batch.stage not in self._stages:
-            self._stages.add(batch.stage)
-            self._run.append_event("stage", **where)
-        if batch.begins_epoch:
-            self._run.append_event("epoch", **where, epoch=batch.epoch)
-        before, now = batch.position_before.name, batch.position.name
-        if before != now and (changes := self._recipe.stage_changes(before, now)):
-            self._run.append_event("settings_changed", step=batch.step, stage=now, changes=changes)
 
     def step_done(
         self, batch: Batch, losses: SampleLosses, decision: Decision, learning_rate: float
@@ -196,14 +196,8 @@ class Recorder:
         if not self._world.is_first:
             return
         facts = {"skipped": list(chosen.skipped)}
-        self._run.append_event(
-            "rolled_back",
-            step=chosen.step,
-            from_step=from_step,
-            **facts,
-            reason=verdict.reason,
-            message=verdict.message,
-        )
+        why = {"reason": verdict.reason, "message": verdict.message}
+        self._run.append_event("rolled_back", step=chosen.step, from_step=from_step, **facts, **why)
         self._progress.say(
             f"went back from step {from_step} to the checkpoint of step {chosen.step}; "
             f"{skipped_batches(facts)} are skipped"
@@ -282,8 +276,8 @@ class Recorder:
         yield
         self._step_began += time.perf_counter() - begun
 
-    def data_troubles(self, count: int, batch: Batch, loader: Loader) -> None:
-        """Add clips that any rank could not decode to every rank's quarantine, and record them.
+    def record_failures(self, count: int, batch: Batch, loader: Loader) -> None:
+        """Add clips that any rank could not use to every rank's quarantine, and record them.
 
         Decoders that hung or died are recorded as well.
 
@@ -309,27 +303,22 @@ class Recorder:
                 facts = {"step": batch.step, "rank": rank, "identity": identity}
                 self._run.append_event("sample_rejected", **facts, reason=reason)
             for incident in incidents:
-                self._write_incident(incident, batch.step, rank, host)
+                path = self._run.stack_path(host, f"{fsio.file_time()}_{incident.pid}")
+                self._run.write_record(path, incident.stack.as_dict())
+                self._run.append_event(
+                    "decoder_stalled" if incident.kind == "stalled" else "decoder_died",
+                    step=batch.step,
+                    rank=rank,
+                    host=host,
+                    pid=incident.pid,
+                    identity=incident.identity,
+                    path=incident.path,
+                    seconds=round(incident.seconds, 3),
+                    reason=incident.reason,
+                    where=incident.stack.where,
+                    stacks=str(path.relative_to(self._run.path)),
+                )
         loader.incidents.clear()
-
-    def _write_incident(self, incident: WorkerIncident, step: int, rank: int, host: str) -> None:
-        name = f"{fsio.file_time()}_{incident.pid}"
-        path = self._run.stack_path(host, name)
-        self._run.write_record(path, incident.stack.as_dict())
-        kind: EventKind = "decoder_stalled" if incident.kind == "stalled" else "decoder_died"
-        self._run.append_event(
-            kind,
-            step=step,
-            rank=rank,
-            host=host,
-            pid=incident.pid,
-            identity=incident.identity,
-            path=incident.path,
-            seconds=round(incident.seconds, 3),
-            reason=incident.reason,
-            where=incident.stack.where,
-            stacks=str(path.relative_to(self._run.path)),
-        )
 
     @contextmanager
     def measured(self, step: int, batch: Batch, threads: CpuThreads) -> Iterator[None]:

@@ -190,19 +190,21 @@ def refuse_out_of_memory(
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         where = f"step {state.global_step + 1} on rank {world.rank} ({world.device})"
         where += f", which asked for {asked[1]} more" if asked else ""
+        planned = f"Nothing was predicted (recompute.policy = {plan.policy})."
+        if plan.memory is not None:
+            most = format_size(plan.memory.step_peak_bytes)
+            if plan.budget_bytes is not None:
+                most += f" of a budget of {format_size(plan.budget_bytes)}"
+            planned = f"The plan (recompute.policy = {plan.policy}) predicts at most {most}."
+        way = f"recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less,"
+        if plan.budget_bytes is None:
+            way = "recompute.memory to the device's memory,"
+        if plan.encodes_ahead:
+            way += " training.encode_ahead = false,"
         raise errors.PlanError(
-            f"Out of memory in {where}. {_planned(plan)} {_measured(world.device)} "
-            f"{_advice(plan, recipe)}"
+            f"Out of memory in {where}. {planned} {_measured(world.device)} Set {way} or lower "
+            "training.micro_batch_size, and start the same command again."
         ) from error
-
-
-def _planned(plan: MemoryPlan) -> str:
-    if plan.memory is None:
-        return f"Nothing was predicted (recompute.policy = {plan.policy})."
-    most = format_size(plan.memory.step_peak_bytes)
-    if plan.budget_bytes is not None:
-        most += f" of a budget of {format_size(plan.budget_bytes)}"
-    return f"The plan (recompute.policy = {plan.policy}) predicts at most {most}."
 
 
 def _measured(device: torch.device) -> str:
@@ -215,12 +217,3 @@ def _measured(device: torch.device) -> str:
         f"Measured: tensors took at most {format_size(peak)}, torch holds {format_size(held)}, and "
         f"{format_size(free)} of the GPU's {format_size(total)} are free."
     )
-
-
-def _advice(plan: MemoryPlan, recipe: Recipe) -> str:
-    way = f"recompute.reserve above {recipe.recompute.reserve:g}, so that the plan uses less,"
-    if plan.budget_bytes is None:
-        way = "recompute.memory to the device's memory,"
-    if plan.encodes_ahead:
-        way += " training.encode_ahead = false,"
-    return f"Set {way} or lower training.micro_batch_size, and start the same command again."

@@ -182,10 +182,16 @@ class TrainingSampler:
                     names = ", ".join(task.preset.name for task in mine)
                     self._record_failure(names, step, recorder, error)
                     continue
-                if world.is_first:
-                    self._lead(mine, sampler, recorder, stop)
-                else:
+                if not world.is_first:
                     _follow(sampler)
+                    continue
+                for task in mine:
+                    if stop.wanted:
+                        break
+                    with self._failure_is_event(task.preset.name, step, recorder):
+                        self._sample_preset(task, sampler, recorder, stop)
+                # Ends `_follow` on the other ranks.
+                collectives.from_first(None, world, world.patient_group)
         with self._failure_is_event("presets", step, recorder), collectives.joint_work(world):
             self._parts.bring(None, world.device)
 
@@ -249,21 +255,6 @@ class TrainingSampler:
             if not attempts.is_final and (scores is None or scores["key"] != key):
                 tasks.append(replace(task, attempts=attempts.number))
         return tasks
-
-    def _lead(
-        self,
-        tasks: Sequence[claims.EvaluationTask],
-        sampler: SharedSampler,
-        recorder: Recorder,
-        stop: process.StopSignal,
-    ) -> None:
-        for task in tasks:
-            if stop.wanted:
-                break
-            with self._failure_is_event(task.preset.name, task.step, recorder):
-                self._sample_preset(task, sampler, recorder, stop)
-        # Ends `_follow` on the other ranks.
-        collectives.from_first(None, self._session.world, self._session.world.patient_group)
 
     def _sample_preset(
         self,

@@ -44,7 +44,10 @@ def announce(
     attention = attention_backend(world.device)
     if attention is not None:
         facts["attention"] = attention
-    lost = _lost_steps(run, step)
+    # Trained steps after this one are lost, unless a rollback has abandoned them.
+    last, rollbacks = fsio.read_last_record(run.metrics_path, Metrics), run.rollbacks()
+    is_abandoned = last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"])
+    lost = 0 if last is None or is_abandoned else max(0, int(last["step"]) - step)
     run.record_launch(start_step=step, **facts)
     kind: EventKind = "resumed" if step else "launched"
     run.append_event(kind, step=step, lost_steps=lost, seconds=parts_so_far(), **facts)
@@ -110,14 +113,6 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
         f"{format_size(plan.memory.step_peak_bytes)}{limit} predicted{host}",
         highlight=False,
     )
-
-
-def _lost_steps(run: RunDirectory, step: int) -> int:
-    """Count the trained steps after this one that are lost, since no checkpoint holds them."""
-    last, rollbacks = fsio.read_last_record(run.metrics_path, Metrics), run.rollbacks()
-    if last is None or (rollbacks and rollbacks[-1]["from_step"] == last["step"]):
-        return 0  # these steps were abandoned, not lost
-    return max(0, int(last["step"]) - step)
 
 
 def _describe_clips(loader: Loader) -> str:
@@ -192,16 +187,11 @@ def _down_seconds(run: RunDirectory) -> float | None:
     """
     last = fsio.read_last_record(run.metrics_path, Metrics)
     hosts = [each["host"] for each in run.record()["launches"][-2:]]
-    if last is None or len(set(hosts)) != 1 or not _has_crashed(run):
+    kinds = [each["event"] for each in run.events()]
+    beginnings = [at for at, kind in enumerate(kinds) if kind in BEGINNINGS]
+    # The launch before this one has crashed if it began and recorded no end.
+    has_crashed = len(beginnings) > 1 and last_ending(kinds[: beginnings[-1]]) is None
+    if last is None or len(set(hosts)) != 1 or not has_crashed:
         return None
     passed = round(time.time() - float(last["time"]), 3)
     return passed if passed >= 0 else None  # the clock was set back
-
-
-def _has_crashed(run: RunDirectory) -> bool:
-    """Return whether the launch before this one began and recorded no end."""
-    kinds = [each["event"] for each in run.events()]
-    beginnings = [at for at, kind in enumerate(kinds) if kind in BEGINNINGS]
-    if len(beginnings) < 2:
-        return False
-    return last_ending(kinds[: beginnings[-1]]) is None

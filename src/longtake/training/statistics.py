@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch.optim import Optimizer
 
 from longtake import heartbeat, process
 from longtake.data.batch import Batch
-from longtake.data.loader import Loader
 from longtake.guard.history import (
     GROUPS,
     POPULATIONS,
@@ -34,6 +34,8 @@ _NO_LOSSES = {
     for what in ("loss", "samples")
     for quarter in range(_QUARTERS)
 }
+NO_FACTS: Mapping[str, float] = MappingProxyType({})
+"""For callers other than a run's loop: no signal, no clip that failed and no failed save."""
 _PROBES = 1024
 """Elements probed per parameter, evenly spaced, to measure an update: a copy of all weights would
 double their memory. A parameter with at most this many elements is measured exactly."""
@@ -70,7 +72,7 @@ class NormStats:
         self._group_of = [GROUPS.index(group) for group in groups.values()]
         self.groups = tuple(group for group in GROUPS if group in groups.values())
         self._copies, self._num_ranks = world.num_copies, world.size
-        self._update: Tensor | Sequence[float] | None = None
+        self._update: Tensor | None = None  # [groups] squares of the last update
         self._rate = 0.0  # learning rate factor of the last update; 0: none was made
         self._probed: Tensor | None = None
         shares = [local_shard(parameter) for parameter in self._parameters]
@@ -100,7 +102,7 @@ class NormStats:
         shards = [local_shard(gradient) for gradient in gradients if gradient is not None]
         of_gradients = squares(shards)
         of_weights = squares([local_shard(p) for p in self._parameters])
-        update = self._taken_update(of_weights.device)
+        update = self._take_update()
         on_device = [] if losses is None else [losses.on_device.double()]
         # Zeros that `reduce_gradients` has filled in are no gradient of this rank.
         self._reached.update(i for i in present if not hasattr(gradients[i], "stands_in"))
@@ -121,8 +123,8 @@ class NormStats:
         weights = range(len(self._parameters))
         found |= self._by_group("weight", weights, numbers[end : end + len(weights)])
         found |= self._named("update", numbers[end + len(weights) :])
-        rate, self._rate = self._rate, 0.0
-        return {name: value / self._copies for name, value in found.items()} | self._part(rate)
+        rate, self._rate = self._rate / self._num_ranks, 0.0
+        return {name: value / self._copies for name, value in found.items()} | {"rate": rate}
 
     def norms(self, sums: Mapping[str, float], scale: float) -> Norms:
         """Return the norms of the whole model, from `sums` added up over all ranks."""
@@ -179,36 +181,32 @@ class NormStats:
 
     def last_update(self) -> dict[str, float]:
         """Return this rank's share of the last update's sums of squares, as `sums` does."""
-        update = self._taken_update(self._probe_weight.device)
-        self._update = update
-        named = self._named("update", update.tolist())
-        return {name: value / self._copies for name, value in named.items()} | self._part(
-            self._rate
-        )
+        self._update = self._take_update()
+        named = self._named("update", self._update.tolist())
+        own = {name: value / self._copies for name, value in named.items()}
+        return own | {"rate": self._rate / self._num_ranks}
 
     def set_last_update(self, sums: Mapping[str, float], num_ranks: int) -> None:
         # The weights have been replaced by a checkpoint's.
         self._probed = None
         by_group = [sums.get(f"update.{group}", 0.0) for group in GROUPS]
         # Each rank holds an equal part, so that the sum over ranks gives the saved numbers again.
-        self._update = [self._copies * each / num_ranks for each in by_group]
+        part = [self._copies * each / num_ranks for each in by_group]
+        update = torch.tensor(part, dtype=torch.float64)
+        self._update = update.to(self._probe_weight.device, non_blocking=True)
         self._rate = sums.get("rate", 1.0)
-
-    def _part(self, rate: float) -> dict[str, float]:
-        return {"rate": rate / self._num_ranks}
 
     @torch.no_grad()
     def _probe(self) -> Tensor:
         pairs = zip(self._parameters, self._strides, strict=True)
         return torch.cat([local_shard(each).flatten()[::stride].float() for each, stride in pairs])
 
-    def _taken_update(self, device: torch.device) -> Tensor:
+    def _take_update(self) -> Tensor:
+        """[groups] Return the sums of squares of the last update, and forget it."""
         update, self._update = self._update, None
-        if isinstance(update, Tensor):
+        if update is not None:
             return update
-        if update is None:
-            return torch.zeros(len(GROUPS), dtype=torch.float64, device=device)
-        return torch.tensor(update, dtype=torch.float64).to(device, non_blocking=True)
+        return torch.zeros(len(GROUPS), dtype=torch.float64, device=self._probe_weight.device)
 
     def _by_group(
         self, kind: str, indices: Sequence[int], numbers: Sequence[float]
@@ -242,24 +240,20 @@ def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str,
     """
     names = {id(module): name for name, module in model.named_modules()}
     in_blocks = tuple(f"{names[id(block)]}." for block in blocks)
-    return {
-        name: _group(name, in_blocks)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-
-
-def _group(name: str, in_blocks: tuple[str, ...]) -> str:
-    if name.startswith(f"{ADDED}."):
-        return "added"
-    if not name.startswith(in_blocks):
-        return "embedding"
-    parts = name.split(".")
-    if any(word in part for part in parts for word in _ATTENTION):
-        return "attention"
-    if any(part == word or part.startswith(f"{word}_") for part in parts for word in _MLP):
-        return "mlp"
-    return "other"
+    groups = {}
+    for name in (name for name, each in model.named_parameters() if each.requires_grad):
+        parts = name.split(".")
+        if name.startswith(f"{ADDED}."):
+            groups[name] = "added"
+        elif not name.startswith(in_blocks):
+            groups[name] = "embedding"
+        elif any(word in part for part in parts for word in _ATTENTION):
+            groups[name] = "attention"
+        elif any(part == word or part.startswith(f"{word}_") for part in parts for word in _MLP):
+            groups[name] = "mlp"
+        else:
+            groups[name] = "other"
+    return groups
 
 
 # --- The collective of a step -----------------------------------------------------------------
@@ -271,8 +265,8 @@ class StepSummary:
 
     statistics: StepStatistics  # meaningless if no sample was trained
     scale: float  # the batch's global size over the number of samples that were trained
-    num_troubles: int
-    """Clips that could not be decoded plus decoders that were replaced, over all ranks."""
+    num_failures: int
+    """Clips that could not be used plus decoders that were replaced, over all ranks."""
     stop: str | None  # most urgent signal that asked any rank to stop
     save_failed: bool  # true if any rank could not write its part of a checkpoint
     save_due: bool  # true if `checkpoint.minutes` have passed by rank 0's clock
@@ -285,10 +279,10 @@ def reduce_statistics(
     batch: Batch,
     state: TrainingState,
     norms: NormStats,
-    local: Mapping[str, float],
     replicas: ReplicaCheck | None = None,
+    local: Mapping[str, float] = NO_FACTS,
 ) -> StepSummary:
-    """Sum this step's losses, norms and `local_facts` over all ranks, which must all call it."""
+    """Sum this step's losses, norms and local facts over all ranks, which must all call it."""
     heartbeat.set_phase("collective")
     world, step, slots = session.world, state.global_step, dict[str, float]()
     if replicas is not None and replicas.is_due(step):
@@ -304,10 +298,10 @@ def reduce_statistics(
     return StepSummary(
         statistics=_statistics(sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,
-        num_troubles=int(sums["troubles"]),
-        stop=next((name for name in process.EXIT_CODES if sums[f"stop.{name}"]), None),
-        save_failed=bool(sums["save_failed"]),
-        save_due=bool(sums["save_due"]),
+        num_failures=int(sums.get("failures", 0)),
+        stop=next((name for name in process.EXIT_CODES if sums.get(f"stop.{name}")), None),
+        save_failed=bool(sums.get("save_failed")),
+        save_due=bool(sums.get("save_due")),
         unlike=tuple(unlike),
     )
 
@@ -319,14 +313,6 @@ def replicated_tensors(state: TrainingState) -> dict[str, Tensor]:
     trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
     exact = {f"{n}, fp32": masters[each] for n, each in trained.items() if each in masters}
     return {**trained, **exact}
-
-
-def local_facts(
-    loader: Loader, stop: str | None, save_failed: bool, save_due: bool = False
-) -> dict[str, float]:
-    troubles = len(loader.quarantine.failures) + len(loader.incidents)
-    signals = {f"stop.{name}": float(name == stop) for name in process.EXIT_CODES}
-    return {"troubles": troubles, **signals, "save_failed": save_failed, "save_due": save_due}
 
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:

@@ -88,19 +88,16 @@ class ThreadTuner:
             return choice
         self._num_steps += 1
         self._recent.append(unit)
-        if self._is_due():
+        if not self.usual:
+            is_due = self._num_steps >= _WARM_UP
+        else:
+            ratio = median(self._recent) / self.usual
+            is_due = self._num_steps >= _PAUSE and not 1 / _CHANGE < ratio < _CHANGE
+        if is_due:
             # Alternating, so that other load on the machine affects all numbers alike.
             self._trial = list(self.numbers) * _TRIALS
             self.number = self._trial[0]
         return None
-
-    def _is_due(self) -> bool:
-        if not self.usual:
-            return self._num_steps >= _WARM_UP
-        if self._num_steps < _PAUSE:
-            return False
-        ratio = median(self._recent) / self.usual
-        return not 1 / _CHANGE < ratio < _CHANGE
 
     def _choose(self, work: float) -> ThreadChoice:
         found = {number: median(each) for number, each in self._tried.items()}

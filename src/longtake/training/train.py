@@ -16,7 +16,7 @@ from rich.console import Console
 from longtake import errors, heartbeat, process
 from longtake.checkpoint.files import DamagedCheckpointError
 from longtake.checkpoint.store import keep_saver
-from longtake.config import Bucket, Recipe
+from longtake.config import Recipe
 from longtake.data.checks import check_data, large_crops, review
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
@@ -52,15 +52,10 @@ from longtake.training import (
 from longtake.training import parent as parents
 from longtake.training.guard_runner import GuardRunner
 from longtake.training.loop import LoopExit, train_steps
+from longtake.training.parts import BuiltRun, Training
+from longtake.training.resume import ResumePoint, find_resume_point, restore, roll_back
+from longtake.training.saving import sample_presets
 from longtake.training.session import Session, TrainingState
-from longtake.training.state import (
-    Monitors,
-    ResumePoint,
-    find_resume_point,
-    restore,
-    roll_back,
-    sample_presets,
-)
 from longtake.training.threads import CpuThreads
 
 
@@ -89,23 +84,6 @@ class _Launch:
     differences: tuple[equality.RankDifference, ...]
     watcher: runtime.NodeWatcher
     follower: Follower
-
-
-@dataclass(frozen=True)
-class _BuiltRun:
-    """Everything that is built before the first step."""
-
-    session: Session
-    loader: Loader
-    plan: MemoryPlan
-    state: TrainingState
-    guard: GuardRunner
-    norms: statistics.NormStats
-    threads: CpuThreads
-    replicas: ReplicaCheck
-    sample_flops: dict[Bucket, int]
-    sampler: samples.TrainingSampler | None
-    ledger: Path
 
 
 def train(
@@ -190,7 +168,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
     return loader
 
 
-def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> _BuiltRun:
+def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> BuiltRun:
     """Build the run from its newest checkpoint, or from an older one if its bytes are damaged.
 
     Args:
@@ -203,7 +181,12 @@ def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> _BuiltR
     while True:
         point = find_resume_point(run, recipe, loader, world, damaged)
         launch.watcher.start()
-        precision = _choose_precision(recipe, point, world)
+        precision = recipe.training.precision
+        if precision == "auto" and point.trainer is not None:  # a resumed run keeps its own
+            precision = from_first(point.trainer["precision"], world)
+        # bf16 if each rank supports it.
+        everyone = gather_objects(numerics.choose_precision(precision, world.device), world)
+        precision = "fp32" if "fp32" in everyone else "bf16"
         parent = from_first(parents.parent_of(run, launch.parent), world)
         session = Session(recipe, run, world, launch.console, precision, parent, launch.differences)
         try:
@@ -217,16 +200,7 @@ def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> _BuiltR
         loader = opened.enter_context(closing(_open_data(run, recipe, world)))
 
 
-def _choose_precision(recipe: Recipe, point: ResumePoint, world: World) -> numerics.Precision:
-    """Choose the precision of all ranks: bf16 if each supports it; a resumed run keeps its own."""
-    precision = recipe.training.precision
-    if precision == "auto" and point.trainer is not None:
-        precision = from_first(point.trainer["precision"], world)
-    everyone = gather_objects(numerics.choose_precision(precision, world.device), world)
-    return "fp32" if "fp32" in everyone else "bf16"
-
-
-def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader) -> _BuiltRun:
+def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader) -> BuiltRun:
     """Plan, build and load everything to train; what can be refused soonest comes first."""
     recipe, world = session.recipe, session.world
     _refuse_other_plans(loader, world)
@@ -270,18 +244,8 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
         launch.follower.start()
         keep_plan(plan, recipe, session.precision, session.run, world, free_bytes)
         _announce(session, state, loader, plan, warnings)
-    return _BuiltRun(
-        session=session,
-        loader=loader,
-        plan=plan,
-        state=state,
-        guard=guard,
-        norms=norms,
-        threads=threads,
-        replicas=replicas,
-        sample_flops=sample_flops,
-        sampler=sampler,
-        ledger=ledger,
+    return BuiltRun(
+        session, state, loader, guard, norms, replicas, threads, plan, sample_flops, ledger, sampler
     )
 
 
@@ -397,12 +361,12 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
     return from_first(made[0] if made else run.ledger_path, world)
 
 
-def _train(built: _BuiltRun, lease: Lease | None) -> TrainOutcome:
+def _train(built: BuiltRun, lease: Lease | None) -> TrainOutcome:
     """Train a built run to its end, and record how it ended."""
     run, world, state = built.session.run, built.session.world, built.state
     start, begun = state.global_step, time.perf_counter()
-    with _monitors(built, lease) as monitors:
-        ended = _train_with_rollbacks(built, monitors)
+    with _opened(built, lease) as training:
+        ended = _train_with_rollbacks(training)
     seconds = time.perf_counter() - begun
     if world.is_first:
         kind: EventKind = "interrupted" if ended.signal else "finished"
@@ -412,8 +376,8 @@ def _train(built: _BuiltRun, lease: Lease | None) -> TrainOutcome:
 
 
 @contextmanager
-def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
-    """Open the objects that accompany the steps; a pending save is waited for at the end."""
+def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
+    """Open what accompanies the steps; a pending save is waited for at the end."""
     session = built.session
     recipe, run, world = session.recipe, session.run, session.world
     plan, start = built.plan, built.state.global_step
@@ -439,36 +403,26 @@ def _monitors(built: _BuiltRun, lease: Lease | None) -> Iterator[Monitors]:
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
-        yield Monitors(
-            guard=built.guard,
-            norms=built.norms,
-            replicas=built.replicas,
-            saver=saver,
-            recorder=recorder,
-            stop=stop,
-            threads=built.threads,
-            sampler=built.sampler,
-        )
+        yield Training(**vars(built), saver=saver, recorder=recorder, stop=stop)
 
 
-def _train_with_rollbacks(built: _BuiltRun, monitors: Monitors) -> LoopExit:
+def _train_with_rollbacks(training: Training) -> LoopExit:
     """Train to the end, rolling back as often as the guard demands and permits."""
-    session, state, loader, ledger_path = built.session, built.state, built.loader, built.ledger
-    names, saver, recorder = stream_names(session.recipe.data), monitors.saver, monitors.recorder
-    world, step = session.world, state.global_step
-    if samples.samples_at(session.recipe.sampling, step, is_last=False):
-        sample_presets(state, monitors)  # what a killed launch has left unsampled
+    session, recorder, ledger_path = training.session, training.recorder, training.ledger
+    names, world = stream_names(session.recipe.data), session.world
+    if samples.samples_at(session.recipe.sampling, training.state.global_step, is_last=False):
+        sample_presets(training)  # what a killed launch has left unsampled
     while True:
         with Ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
-            ended = train_steps(session, state, loader, ledger, monitors)
-        failure = saver.take_failure()  # waits for the last save
-        recorder.saved(saver.finished())
+            ended = train_steps(training, ledger)
+        failure = training.saver.take_failure()  # waits for the last save
+        recorder.saved(training.saver.finished())
         recorder.save_failed(failure)
         # No verdict ended the loop: it is done, or was asked to stop.
         if ended.statistics is None:
             if failure is not None:
                 raise failure
             return ended
-        roll_back(session, ended.verdict, ended.statistics, state, loader, monitors)
+        roll_back(training, ended.verdict, ended.statistics)
         # A ledger of its own, since batches after the checkpoint are trained again.
-        ledger_path = _begin_ledger(session, loader)
+        ledger_path = _begin_ledger(session, training.loader)

@@ -1,170 +1,37 @@
-"""Saves, resumes, restores and rolls back a run: weights, optimizers, EMA, data and guard.
+"""Resumes, restores and rolls back a run from its checkpoints: weights, EMA, data and guard."""
 
-No random state is saved, because all random numbers follow from the recipe's seed.
-"""
-
-import hashlib
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NotRequired
+from typing import Any
 
 from torch.distributed.checkpoint import state_dict
 
 from longtake import config, errors, fsio, heartbeat, process
 from longtake.checkpoint import files, store
-from longtake.data.ledger import Ledger
 from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
-from longtake.data.plan_history import LoaderState
 from longtake.guard.detectors import GuardVerdict
-from longtake.guard.history import HistoryColumns, StepStatistics
+from longtake.guard.history import StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
-from longtake.models.trainable import load_trained, trained_state
+from longtake.models.trainable import load_trained
 from longtake.parallel import fsdp, mesh
-from longtake.parallel.collectives import first_does, from_first, sum_over_ranks
-from longtake.parallel.replicas import ReplicaCheck
+from longtake.parallel.collectives import first_does, from_first
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
 from longtake.training.guard_runner import GuardRunner
-from longtake.training.record import Recorder
-from longtake.training.samples import TrainingSampler
+from longtake.training.parts import Training
+from longtake.training.saving import EMA, FLAT, SavedTrainer, state_parts
 from longtake.training.session import Session, TrainingState
-from longtake.training.statistics import NormStats, StepSummary, replicated_tensors
-from longtake.training.threads import CpuThreads, SavedThreads
+from longtake.training.statistics import NormStats
 
-# Flat names, so that the states of several optimizers are saved together and can be resharded.
-FLAT = state_dict.StateDictOptions(flatten_optimizer_state_dict=True)
-EMA = "ema"
-_LAST_UPDATE_LOST = (
-    "The update of step {step} has left numbers in the weights that are not finite, so they were "
-    "not saved. Start the same command again: it resumes from the newest checkpoint. If that ends "
-    "here again, lower optimizer.learning_rate in a run of its own (--fresh)."
-)
-_LAST_STATE_UNLIKE = (
-    "This state was not saved. Start the same command again: it resumes from the newest checkpoint."
-)
 _NO_CHECKPOINT_SINCE_CHANGE = (
     "There is no checkpoint between the last change of the data and the beginning of the trouble, "
     "and it cannot go back beyond that change. Start a run of its own (--fresh), or make "
     "checkpoint.every smaller."
 )
-
-
-@dataclass(frozen=True)
-class Monitors:
-    """Objects that accompany the steps of a launch, such as guard, saver and recorder."""
-
-    guard: GuardRunner
-    norms: NormStats
-    replicas: ReplicaCheck
-    saver: store.Saver
-    recorder: Recorder
-    stop: process.StopSignal
-    threads: CpuThreads
-    sampler: TrainingSampler | None = None  # None unless `sampling.every` is set
-
-
-class SavedTrainer(files.SampledTrainer):
-    """Contents of trainer.json: everything to resume from except weights, EMA and optimizers."""
-
-    data: LoaderState
-    guard: HistoryColumns
-    last_update: dict[str, float]
-    num_rollbacks: fsio.Count
-    threads: NotRequired[SavedThreads]
-
-
-# --- Save -------------------------------------------------------------------------------------
-
-
-def save_if_due(
-    session: Session,
-    state: TrainingState,
-    loader: Loader,
-    ledger: Ledger,
-    monitors: Monitors,
-    summary: StepSummary,
-    is_last: bool,
-    is_sampled: bool,
-) -> None:
-    """Save after the last step, on request and where the recipe says so; record earlier saves.
-
-    Only a state is saved whose weights are finite and equal in all replicas. Otherwise the next
-    step's verdict reports it, or, if there is no next step, this function raises.
-
-    Raises:
-        CheckpointError: two checkpoints in a row could not be written.
-        DivergedError: there is no next step, and this state cannot be saved.
-    """
-    monitors.recorder.saved(monitors.saver.finished())
-    if summary.save_failed:
-        failure = monitors.saver.take_failure()
-        monitors.recorder.save_failed(failure)
-        if failure is not None and monitors.saver.failures_in_a_row > 1:
-            raise failure  # a full disk may be transient: one failed save is only recorded
-    ends = is_last or summary.stop is not None
-    is_due = summary.save_due or state.global_step % session.recipe.checkpoint.every == 0
-    if not (ends or is_due or is_sampled):
-        return
-    # Before the checkpoint: no saved step may lack its batches in the ledger.
-    ledger.flush()
-    tensors, step = replicated_tensors(state), state.global_step
-    is_finite = monitors.norms.all_finite(session.world)
-    if is_finite and not (unlike := monitors.replicas.compare(tensors, step)):
-        save_checkpoint(session, state, loader, monitors)
-    elif ends and is_finite:
-        reason = monitors.replicas.explain(unlike, tensors, step)
-        raise errors.DivergedError(f"{reason} {_LAST_STATE_UNLIKE}")
-    elif ends:
-        raise errors.DivergedError(_LAST_UPDATE_LOST.format(step=step))
-
-
-def save_checkpoint(
-    session: Session, state: TrainingState, loader: Loader, monitors: Monitors
-) -> None:
-    """Start to save everything that the next step and its verdict depend on.
-
-    Returns when the state may change again; the saver reports later how the save ended. Frozen
-    weights are not saved. All ranks must call it.
-    """
-    trainer = {
-        "global_step": state.global_step,
-        "precision": session.precision,
-        "world_size": session.world.size,
-        "data": loader.state_dict(),
-        "guard": monitors.guard.history.as_json(),
-        "last_update": sum_over_ranks(monitors.norms.last_update(), session.world),
-        # A later rollback to an earlier step abandons this checkpoint: see `_rolled_back_to`.
-        "num_rollbacks": len(session.run.rollbacks()),
-        "threads": monitors.threads.state(),
-        "recipe": recipe_fingerprint(session.recipe),
-    }
-    monitors.saver.save(state.global_step, state_parts(state), trainer)
-
-
-def state_parts(state: TrainingState) -> dict[str, store.State]:
-    """Return the tensors to save, by folder of the checkpoint; they share memory with the state."""
-    model = state.components.model
-    averages = {f"{EMA}/{name}": each for name, each in state.ema.states().items()}
-    with fsdp.gradients_of_any_dtype(model):
-        optimizer = state_dict.get_optimizer_state_dict(model, state.optimizers, options=FLAT)
-    return {"model": trained_state(model), **averages, "optimizer": optimizer}
-
-
-def recipe_fingerprint(recipe: config.Recipe) -> str:
-    return hashlib.sha256(config.dump(config.kept(recipe)).encode()).hexdigest()
-
-
-def sample_presets(state: TrainingState, monitors: Monitors) -> None:
-    """Sample presets from this step's checkpoint, once it is complete; all ranks must call it."""
-    if monitors.sampler is not None:
-        with monitors.recorder.between_steps():
-            monitors.saver.wait()
-            heartbeat.set_phase("sampling")
-            monitors.sampler.sample(state, monitors.recorder, monitors.stop)
 
 
 # --- Resume -----------------------------------------------------------------------------------
@@ -225,17 +92,16 @@ def find_resume_point(
         for each, reason in damaged
     ]
     if trainer is not None:
-        first_does(lambda: warnings.extend(_find_losses(run, recipe, loader, step)), world)
+
+        def find_losses() -> None:
+            # Missing files that training can do without.
+            if (reason := ledger_damage(run.ledger_path)) is not None:
+                run.append_event("ledger_damaged", step=step, reason=reason)
+                warnings.append(f"{reason} Training resumes; `longtake data audit` proves nothing")
+            warnings.extend(missing_vocabulary(run, recipe, loader))
+
+        first_does(find_losses, world)
     return ResumePoint(path, trainer, tuple(warnings))
-
-
-def _find_losses(run: RunDirectory, recipe: config.Recipe, loader: Loader, step: int) -> list[str]:
-    """Record and describe missing files that training can do without (rank 0)."""
-    lost: list[str] = []
-    if (reason := ledger_damage(run.ledger_path)) is not None:
-        run.append_event("ledger_damaged", step=step, reason=reason)
-        lost.append(f"{reason} Training resumes; `longtake data audit` proves nothing")
-    return [*lost, *missing_vocabulary(run, recipe, loader)]
 
 
 def _latest_not_rolled_back(
@@ -314,14 +180,7 @@ def _restore_data(
 # --- Roll back --------------------------------------------------------------------------------
 
 
-def roll_back(
-    session: Session,
-    verdict: GuardVerdict,
-    statistics: StepStatistics,
-    state: TrainingState,
-    loader: Loader,
-    monitors: Monitors,
-) -> None:
+def roll_back(training: Training, verdict: GuardVerdict, statistics: StepStatistics) -> None:
     """Return to a checkpoint from before the trouble, and exclude the batches that it came with.
 
     The rollback is recorded on disk before anything else changes, so that a run that is killed
@@ -330,14 +189,20 @@ def roll_back(
     Raises:
         DivergedError: the verdict is `stop`, or no rollback can help.
     """
-    run, world = session.run, session.world
+    session, state, loader = training.session, training.state, training.loader
+    run, world, from_step = session.run, session.world, state.global_step
     chosen: RollBack | str = ""
     if verdict.kind == "roll_back":
-        chosen = _choose_checkpoint(session, verdict, statistics, loader, monitors)
+        chosen = _choose_checkpoint(training, verdict, statistics)
     if isinstance(chosen, str):
-        raise _diverged(session, verdict, chosen, state.global_step)
+        # The run cannot repair itself.
+        facts: dict[str, Any] = {"reason": verdict.reason, "message": verdict.message}
+        if world.is_first:
+            run.append_event("diverged", step=from_step, **facts, why=chosen)
+        look = f"Look at it: {process.command()} show {shlex.quote(str(run.path))}"
+        sentences = filter(None, [verdict.message, chosen, f"{look} --around {from_step}"])
+        raise errors.DivergedError(" ".join(sentences))
     heartbeat.set_phase("rollback")
-    from_step = state.global_step
     record = RolledBack(
         time=fsio.now(),
         from_step=from_step,
@@ -351,30 +216,26 @@ def roll_back(
     first_does(partial(files.delete_after, run, chosen.step), world)
     path = run.checkpoint_path(chosen.step)
     _restore_data(loader, files.load_trainer(path, SavedTrainer), run, world)
-    restore(session, path, state, monitors.guard, monitors.norms)
-    monitors.recorder.rolled_back(verdict, chosen, from_step)
+    restore(session, path, state, training.guard, training.norms)
+    training.recorder.rolled_back(verdict, chosen, from_step)
 
 
 def _choose_checkpoint(
-    session: Session,
-    verdict: GuardVerdict,
-    statistics: StepStatistics,
-    loader: Loader,
-    monitors: Monitors,
+    training: Training, verdict: GuardVerdict, statistics: StepStatistics
 ) -> RollBack | str:
     """Choose the checkpoint to return to, or return the reason why the run can only stop.
 
     Every rank returns the same. A damaged checkpoint is replaced by an older one, but none from
     before the last change of the data can be used, since batches had other numbers then.
     """
-    run, world = session.run, session.world
-    version = loader.plan_history.plan.version
+    run, world = training.session.run, training.session.world
+    version = training.loader.plan_history.plan.version
 
     def plan() -> RollBack | str:
         steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]
         if version and not any(step <= verdict.began for step in steps):
             return _NO_CHECKPOINT_SINCE_CHANGE
-        guard, before = monitors.guard, run.rollbacks()
+        guard, before = training.guard, run.rollbacks()
         return plan_rollback(verdict, guard.history, statistics, steps, before, guard.settings)
 
     # Rank 0 decides: the other nodes' view of a shared disk may be older.
@@ -382,7 +243,7 @@ def _choose_checkpoint(
     if isinstance(chosen, str):
         return chosen
     found, damaged = store.latest_checkpoint(run, world, at_most=chosen.step)
-    monitors.recorder.damaged(damaged, chosen.step)
+    training.recorder.damaged(damaged, chosen.step)
     if found is None or from_first(_plan_version(run, run.step_of(found)), world) != version:
         return f"Every checkpoint that it could go back to, up to {chosen.step}, is damaged."
     return replace(chosen, step=run.step_of(found))
@@ -395,15 +256,3 @@ def _plan_version(run: RunDirectory, step: int) -> int | None:
     except errors.CheckpointError:
         return None
     return trainer["data"]["plan_version"]
-
-
-def _diverged(session: Session, verdict: GuardVerdict, why: str, step: int) -> errors.DivergedError:
-    """Record that a run cannot repair itself, and return the error that ends it."""
-    run = session.run
-    if session.world.is_first:
-        facts: dict[str, Any] = {"reason": verdict.reason, "message": verdict.message, "why": why}
-        run.append_event("diverged", step=step, **facts)
-    look = f"{process.command()} show {shlex.quote(str(run.path))} --around {step}"
-    return errors.DivergedError(
-        " ".join(filter(None, [verdict.message, why, f"Look at it: {look}"]))
-    )

@@ -1,0 +1,50 @@
+"""Everything that a launch trains with: what is built before the first step, and what it opens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from longtake import process
+from longtake.checkpoint.store import Saver
+from longtake.config import Bucket
+from longtake.data.loader import Loader
+from longtake.parallel.replicas import ReplicaCheck
+from longtake.planner.record import MemoryPlan
+from longtake.training.guard_runner import GuardRunner
+from longtake.training.record import Recorder
+from longtake.training.samples import TrainingSampler
+from longtake.training.session import Session, TrainingState
+from longtake.training.statistics import NormStats
+from longtake.training.threads import CpuThreads
+
+
+@dataclass(frozen=True)
+class BuiltRun:
+    """Everything that is built before the first step of a launch."""
+
+    session: Session
+    state: TrainingState
+    loader: Loader
+    guard: GuardRunner
+    norms: NormStats
+    replicas: ReplicaCheck
+    threads: CpuThreads
+    plan: MemoryPlan
+    sample_flops: dict[Bucket, int]
+    ledger: Path  # folder of this launch's ledger
+    sampler: TrainingSampler | None = None  # None unless `sampling.every` is set
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(BuiltRun):
+    """A built run with what is open while its steps are trained; each rank has one."""
+
+    saver: Saver
+    recorder: Recorder
+    stop: process.StopSignal
+
+    def local_facts(self) -> dict[str, float]:
+        """Return what this rank alone knows; the all-reduce of the step's statistics adds it up."""
+        failures = len(self.loader.quarantine.failures) + len(self.loader.incidents)
+        signals = {f"stop.{name}": float(name == self.stop.reason) for name in process.EXIT_CODES}
+        saver = {"save_failed": float(self.saver.failed), "save_due": float(self.saver.is_due)}
+        return {"failures": float(failures), **signals, **saver}
