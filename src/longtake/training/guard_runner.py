@@ -17,12 +17,7 @@ from torch import Tensor, nn
 from longtake import fsio
 from longtake.data.batch import Batch
 from longtake.guard.detectors import OK, GuardVerdict, judge
-from longtake.guard.history import (
-    GuardSettings,
-    History,
-    JudgedStep,
-    StepStatistics,
-)
+from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
 from longtake.parallel import collectives, mesh
 from longtake.parallel.fsdp import local_shard
 from longtake.training.session import SampleLosses, Session, TrainingState

@@ -15,11 +15,7 @@ from torch.optim import Optimizer
 
 from longtake import heartbeat, process
 from longtake.data.batch import Batch
-from longtake.guard.history import (
-    GROUPS,
-    POPULATIONS,
-    StepStatistics,
-)
+from longtake.guard.history import GROUPS, POPULATIONS, StepStatistics
 from longtake.models.added_module import ADDED
 from longtake.optim.update import adapted_rate, masters_of, rate_factor
 from longtake.parallel import collectives, mesh
