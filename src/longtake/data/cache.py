@@ -34,11 +34,7 @@ from torch import Tensor
 from longtake.config import Bucket, DataSection
 from longtake.data import stores
 from longtake.data.clip import IMAGE_SUFFIXES, Clip, Media
-from longtake.data.conditioning import (
-    ConditioningPixels,
-    Wanted,
-    conditioning_of,
-)
+from longtake.data.conditioning import ConditioningPixels, Wanted, conditioning_of
 from longtake.data.decode import content_hash
 from longtake.data.packs import CACHE_KINDS, PACK_FORMAT, CacheEntry, PackIndex, cannot_write
 from longtake.data.window import Window

@@ -31,13 +31,7 @@ from longtake.data import content, decode, decode_limits, stores
 from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
 from longtake.data.catalog_writer import CatalogWriter, Written
 from longtake.data.clip import Clip, Item, Media, is_turned
-from longtake.data.index import (
-    KnownFiles,
-    ProbeJournal,
-    catalog_before,
-    check_out,
-    probe_all,
-)
+from longtake.data.index import KnownFiles, ProbeJournal, catalog_before, check_out, probe_all
 from longtake.data.tasks import run_tasks
 from longtake.data.window import at_timestamps
 from longtake.data.workers import ClipTask

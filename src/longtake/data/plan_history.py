@@ -21,12 +21,7 @@ from typing_extensions import TypedDict
 
 from longtake.config import DECIDES_ORDER, DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.plan import (
-    Plan,
-    PlannedBatch,
-    StagePlan,
-    begin,
-)
+from longtake.data.plan import Plan, PlannedBatch, StagePlan, begin
 from longtake.data.replan import Policy, remaining_stages, replan
 from longtake.errors import DataChangedError, DataError
 from longtake.formatting import plural

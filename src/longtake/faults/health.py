@@ -14,13 +14,7 @@ from longtake.faults.faulty_processes import CLOCK_FILE
 from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
 from longtake.faults.hangs import expect_rank_named, launch_with_hang
 from longtake.faults.registry import fault
-from longtake.faults.sandbox import (
-    Injection,
-    InjectionKind,
-    ObservedEvent,
-    Sandbox,
-    TrainingSite,
-)
+from longtake.faults.sandbox import Injection, InjectionKind, ObservedEvent, Sandbox, TrainingSite
 from longtake.health.clock import STEP_SECONDS
 from longtake.process import program, start
 

@@ -20,13 +20,7 @@ from longtake.models.conditioning import outline_conditioning, picture_sizes
 from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
 from longtake.models.trainable import lora_layers
-from longtake.planner import (
-    activation_checkpointing,
-    encoding,
-    fake_tensors,
-    memory,
-    solver,
-)
+from longtake.planner import activation_checkpointing, encoding, fake_tensors, memory, solver
 from longtake.planner.attention_check import KernelChooser
 from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget

@@ -13,12 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from longtake import config, fsio, trust
-from longtake.data.conditioning import (
-    NUMBERS_SUFFIXES,
-    as_values,
-    conditioning_alone,
-    read,
-)
+from longtake.data.conditioning import NUMBERS_SUFFIXES, as_values, conditioning_alone, read
 from longtake.errors import ClipError, DataError, RecipeError, RunError
 from longtake.run_dir import RunDirectory
 

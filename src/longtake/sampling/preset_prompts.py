@@ -13,16 +13,11 @@ from longtake import config, fsio
 from longtake.data.catalog import Catalog
 from longtake.data.checks import refuse_without_conditioning
 from longtake.data.clip import Clip
-from longtake.data.conditioning import (
-    given_to,
-)
+from longtake.data.conditioning import given_to
 from longtake.errors import DataError, RecipeError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
-from longtake.sampling.preset_files import (
-    cannot_be_kept,
-    find_file,
-)
+from longtake.sampling.preset_files import cannot_be_kept, find_file
 
 DEFAULT = "default"
 """Name of the preset that is sampled if no other is named."""
