@@ -367,9 +367,9 @@ def _wait(device: torch.device, reset: bool = False) -> None:
 def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     """FLOPs of a step, counted without weights: a compiled or sharded model cannot be."""
     parts = outline(recipe)
-    forward = forward_flops(parts, recipe, step.bucket)
+    forward = forward_flops(parts, recipe, step.batch.bucket)
     trains_all = recipe.trainable.base() == "full"
-    return step.global_batch_size * forward.for_training(trains_all=trains_all)
+    return step.batch.global_batch_size * forward.for_training(trains_all=trains_all)
 
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:
@@ -433,27 +433,29 @@ def _run_by(options: Options, bench: Bench) -> None:
 def _batch(step: MetaStep) -> Batch:
     """Latents and embeddings of the samples of a micro-batch, on the CPU, as a cache has them."""
     examples = step.tracer.subject.make_inputs()
-    size = step.micro_batch_size
+    size = step.batch.micro_batch_size
     conditioning = {
         name: each for name, each in examples.conditioning.items() if name != "guidance"
     }
     return Batch(
         step=0,
-        stage=step.stage,
+        stage=step.batch.name,
         source="",
         epoch=0,
         begins_epoch=False,
-        bucket=step.bucket,
-        videos=torch.zeros(size, 3, 0, step.bucket.height, step.bucket.width, dtype=torch.uint8),
+        bucket=step.batch.bucket,
+        videos=torch.zeros(
+            size, 3, 0, step.batch.bucket.height, step.batch.bucket.width, dtype=torch.uint8
+        ),
         captions=("a caption",) * size,
         seeds=tuple(range(size)),
         identities=tuple(map(str, range(size))),
         epochs=(0,) * size,
         weights=torch.ones(size),
         rejected=(),
-        global_size=step.global_batch_size,
-        position=StagePosition(step.stage, 0),
-        position_before=StagePosition(step.stage, 0),
+        global_size=step.batch.global_batch_size,
+        position=StagePosition(step.batch.name, 0),
+        position_before=StagePosition(step.batch.name, 0),
         latents=examples.latents.normal_(),
         conditioning={name: each.normal_() for name, each in conditioning.items()},
     )

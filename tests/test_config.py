@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longtake import config
-from longtake.config import DECIDES_ORDER, MAY_CHANGE_ON_RESUME, Recipe
+from longtake.config import DECIDES_ORDER, MAY_CHANGE_ON_RESUME, Recipe, is_among
 from longtake.errors import RecipeError
 from longtake.models.base import FAMILIES
 
@@ -137,6 +137,27 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ),
         ("data.buckets=[3]", "data.buckets.0 is 3; it should be a table of keys and values."),
         ("optimizer=3", "optimizer is 3; it should be a table of keys and values."),
+        (
+            "recompute.memory=48",
+            'recompute.memory is 48; write it with its unit, such as "48GiB".',
+        ),
+        (
+            "recompute.memory='48'",
+            "recompute.memory: '48' is no amount of memory; write it like 48GiB or 48GB.",
+        ),
+        (
+            "recompute.policy=al",
+            "recompute.policy is 'al'; it should be 'auto', 'none', 'all', 'all-but-first', "
+            "'alternate', 'save-attention' or 'best'.",
+        ),
+        (
+            "recompute.policy=best",
+            'recompute.policy = "best" needs recompute.memory, such as "48GiB".',
+        ),
+        (
+            "trainable.kind=frozen",
+            'trainable.kind = "frozen" without trainable.modules leaves nothing to train.',
+        ),
         (
             'optimizer={kind="muon", offload=true}',
             'optimizer.offload works with optimizer.kind = "adamw", not "muon", whose states stay '
@@ -364,35 +385,32 @@ _CHANGES: dict[str, object] = {
 }
 
 
-@pytest.mark.parametrize("key", _CHANGES)
-def test_differences_are_what_may_not_change_on_resume(key: str) -> None:
+def _recipe_with(key: str, **sections: dict[str, Any]) -> Recipe:
+    """Return the recipe above with a change of `_CHANGES`, and keys of some sections."""
     values = tomllib.loads(_RECIPE)
-    *sections, name = key.split(".")
+    for section, keys in sections.items():
+        values[section] |= keys
+    *path, name = key.split(".")
     inner = values
-    for section in sections:
+    for section in path:
         inner = inner.setdefault(section, {})
     inner[name] = _CHANGES[key]
-    found = config.differences(_recipe(), config.parse(values, "test"))
-    is_free = key in MAY_CHANGE_ON_RESUME or sections[:1] in (
-        ["parallel"],
-        ["checkpoint"],
-        ["sampling"],
-    )
+    return config.parse(values, "test")
+
+
+@pytest.mark.parametrize("key", _CHANGES)
+def test_differences_are_what_may_not_change_on_resume(key: str) -> None:
+    found = config.differences(_recipe(), _recipe_with(key))
+    is_free = is_among(key, MAY_CHANGE_ON_RESUME)
     assert [changed for changed, _, _ in found] == ([] if is_free else [key])
 
 
 def _free_when(on_change: str) -> set[str]:
-    """Keys of `_CHANGES` that may be others when `on_change` says how to go on."""
+    """Return the keys of `_CHANGES` that may change if `on_change` says how to continue."""
     free = set()
     for key in _CHANGES:
-        values = tomllib.loads(_RECIPE)
-        values["data"]["on_change"] = on_change
-        *sections, name = key.split(".")
-        inner = values
-        for section in sections:
-            inner = inner.setdefault(section, {})
-        inner[name] = _CHANGES[key]
-        if not config.differences(_recipe(), config.parse(values, "test")):
+        changed = _recipe_with(key, data={"on_change": on_change})
+        if not config.differences(_recipe(), changed):
             is_by_name = key.startswith(("data.weights", "data.repeats"))
             free.add(key.removesuffix(".catalog") if is_by_name else key)
     return free

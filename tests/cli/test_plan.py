@@ -40,14 +40,6 @@ _TYPES: dict[str, Any] = {
     "phases": list,
     "seconds": float,
 }
-_OF_POLICY = {
-    "name": str,
-    "forward_end_gib": float,
-    "peak_gib": float,
-    "step_peak_gib": float,
-    "overhead": float,
-    "fits": bool,
-}
 
 
 def _assert_typed(value: Any, types: Any) -> None:
@@ -146,20 +138,11 @@ def test_json_says_all_that_others_read(plan: _Call) -> None:
     assert 0 < facts["model"]["trainable"] < 0.1 * facts["model"]["parameters"]
     assert facts["fixed_gib"]["encoders"] == 0  # what they give is cached
 
-    rows = {row["name"]: row for row in facts["policies"]}
-    assert list(rows) == list(POLICIES)
-    for row in rows.values():
-        _assert_typed(row, _OF_POLICY)
-        assert row["step_peak_gib"] > row["peak_gib"] >= row["forward_end_gib"]
-        assert row["forward_end_gib"] > facts["fixed_gib"]["weights"] + facts["fixed_gib"]["inputs"]
+    assert [row["name"] for row in facts["policies"]] == list(POLICIES)
+    for row in facts["policies"]:
         assert row["fits"] == (row["step_peak_gib"] <= facts["budget_gib"])
-        assert row["overhead"] >= rows["none"]["overhead"] == 0
-
     best = facts["best"]
-    assert best["traced_gib"] < best["step_peak_gib"] <= facts["budget_gib"]
-    assert best["predicted_gib"] == pytest.approx(best["traced_gib"], rel=0.005)
     assert sum(best["per_block"].values()) == len(best["options"]) == 4
-    assert 0 < best["overhead"] <= min(row["overhead"] for row in rows.values() if row["fits"])
     assert best["overhead_with_another_gib"] == 0
     assert facts["gradients"] == {"trainable": 40, "reached": 40, "unreached": []}
     assert facts["traps"] == []
@@ -217,8 +200,9 @@ def test_what_does_not_fit_exits_1_with_what_would_help(
     assert "Nothing fits. At least, it takes too much of GPU memory: " in out
     assert facts["short"] == ["GPU memory"]
     for change in facts["changes"]:
-        verdict = "fits" if change["fits"] else "still too much: "
-        assert f"  {change['what']}: {change['step_peak_gib'] * 1024:.2f} MiB, {verdict}" in out
+        verdict = "fits" if change["fits"] else "still too much GPU memory"
+        needed = f"{change['step_peak_gib'] * 1024:.2f} MiB of GPU memory"
+        assert f"  {change['what']}: {needed}, {verdict}" in out
         assert f"--set '{change['set'][0]}'" in out
     (fitting, *_) = [change for change in facts["changes"] if change["fits"]]
     settings = [part for change in fitting["set"] for part in ("--set", change)]
@@ -259,7 +243,7 @@ def test_memory_and_device_are_taken_as_they_are_given(
         ("--memory=48GiB",): (48, 48 * 0.93),
         ("--memory=48GB",): (48e9 / 2**30, 48e9 * 0.93 / 2**30),
         ("--device=rtx4090",): (24564 / 1024, 24564 * 0.93 / 1024),
-        ("--device=312e12,2.0e12",): (1, 0.93),
+        ("--device=312TFLOPS,2TB/s",): (1, 0.93),
     }
     for options, (memory, budget) in given.items():
         code, out, _ = plan(recipe, *options, "--json")
@@ -413,30 +397,10 @@ _MISTAKES = {
         "any other is given by its memory and its dense bf16 speed, such as 24GiB,165TFLOPS, and "
         "its bandwidth, where it is known: 24GiB,165TFLOPS,1008GB/s.",
     ),
-    "memory without a unit": (
-        "--memory 48",
-        "examples/tiny_flux_module.toml: recompute.memory: '48' is no amount of memory; write it "
-        "like 48GiB or 48GB.",
-    ),
     "a resolution that the codec cannot divide": (
         "--set 'data.buckets=[{num_frames=1, height=65, width=64}]'",
         "data.buckets: 1 frame of 64x65 cannot be encoded: codec and model want height and "
         "width divisible by 4. The nearest that fits is 1 frame of 64x64.",
-    ),
-    "an unknown policy": (
-        "--set recompute.policy=al",
-        "examples/tiny_flux_module.toml: recompute.policy is 'al'; it should be 'auto', 'none', "
-        "'all', 'all-but-first', 'alternate', 'save-attention' or 'best'.",
-    ),
-    "the best policy for an unknown memory": (
-        "--set 'recompute={policy=\"best\"}'",
-        'examples/tiny_flux_module.toml: recompute.policy = "best" needs recompute.memory, such as '
-        '"48GiB".',
-    ),
-    "nothing that trains": (
-        "--set 'trainable={kind=\"frozen\"}'",
-        'examples/tiny_flux_module.toml: trainable.kind = "frozen" without trainable.modules '
-        "leaves nothing to train.",
     ),
 }
 

@@ -124,8 +124,8 @@ def test_the_stages_of_the_cluster_s_recipe_grow() -> None:
 def test_ranks_of_the_cluster_share_model_and_batch_as_it_says() -> None:
     step = outline_step(config.load(_CLUSTER), device_named("h100"), 192, 8)
     assert (step.num_shards, step.num_copies) == (8, 24)
-    assert (step.micro_batch_size, step.num_micro_batches) == (2, 1)
-    assert (step.bucket.num_frames, step.bucket.height) == (101, 720)
+    assert (step.batch.micro_batch_size, step.batch.num_micro_batches) == (2, 1)
+    assert (step.batch.bucket.num_frames, step.batch.bucket.height) == (101, 720)
 
 
 @pytest.mark.parametrize("preset", ["low4s", "high4s"])

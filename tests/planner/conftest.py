@@ -138,12 +138,6 @@ class Toy(nn.Module):
 def _small_vocabulary(few_words: None) -> None: ...
 
 
-@pytest.fixture(autouse=True)
-def _patient_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is found in the time of a solver depends on what else runs."""
-    monkeypatch.setattr("longtake.planner.solver._TIME_LIMIT_SECONDS", 600.0)
-
-
 @pytest.fixture(scope="session")
 def toy() -> MakeToy:
     """Makes a step of a `Toy`: on the meta device to be traced, on the CPU to be run."""

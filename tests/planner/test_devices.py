@@ -84,16 +84,6 @@ def test_this_processor_is_a_device() -> None:
     assert CPU.total_bytes is None
 
 
-def test_any_gpu_is_given_by_its_numbers() -> None:
-    gpu = device_named("312e12, 2.0e12")
-    assert gpu.flops(torch.bfloat16) == 312e12
-    assert gpu.flops(torch.float16) == 312e12
-    assert gpu.flops(torch.float32) == 39e12
-    assert gpu.bandwidth == 2e12
-    assert gpu.target == "cuda"
-    assert gpu.total_bytes is None
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("h10", "h100"), ("a600", "a6000"), ("rtx409", "rtx4090"), ("cpus", "cpu"), ("", None)],
@@ -114,14 +104,12 @@ def test_unknown_ones_are_refused_with_the_nearest(name: str, nearest: str | Non
         "24GiB",
         "0TFLOPS,24GiB",
         "24GiB,1GiB,9TFLOPS",
-        "0,1e12",
-        "-1e12,2e12",
-        "1,2,3",
-        "1e12,nan",
-        "1e12,inf",
+        "infTFLOPS",
+        "1TFLOPS,0GB/s",
+        "312e12,2.0e12",
     ],
 )
-def test_numbers_have_to_be_two_and_positive(name: str) -> None:
+def test_figures_have_units_and_are_positive(name: str) -> None:
     with pytest.raises(RecipeError, match="is not known"):
         device_named(name)
 

@@ -42,7 +42,7 @@ def test_encoders_work_ahead_where_there_is_room(small_recipe: Callable[..., Rec
         for each in forecast_phases(ample.step)
         if each.name == "encode"
     )
-    batch = ample.step.micro_batch_size
+    batch = ample.step.batch.micro_batch_size
     assert ahead.num_bytes > working + batch * 3 * 13 * 64 * 64  # latents and embeddings, too
 
     tight = ample.best_policy.step_peak_bytes + ahead.num_bytes - 1

@@ -132,7 +132,7 @@ def test_ranks_that_share_tokens_hold_a_part_of_the_activations(small_recipe: _M
     recipe = small_recipe("model.config={hidden_size=48, num_heads=4}")
     shared = config.changed(recipe, ["parallel.context=2"])
     whole, half = outline_step(recipe, CPU), outline_step(shared, CPU, 2)
-    assert whole.micro_batch_size == half.micro_batch_size
+    assert whole.batch.micro_batch_size == half.batch.micro_batch_size
     traces = [step.tracer.trace({}) for step in (whole, half)]
     kept = [trace.forward_end_bytes - trace.weight_bytes for trace in traces]
     assert 0.45 < kept[1] / kept[0] < 0.75

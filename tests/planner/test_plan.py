@@ -157,9 +157,9 @@ def test_what_cannot_fit_is_refused_with_what_would_help(small_recipe: _Make) ->
     found = suggest_changes(known)
     assert changes == [f"  {relief}" for relief in found]
     for relief in found:
-        lacking = f"still too much: {relief.step_peak_bytes / 2**20:.2f} MiB of GPU memory"
-        verdict = "fits" if relief.fits else lacking
-        assert str(relief) == f"{relief.what}: {verdict} (--set '{relief.changes[0]}')"
+        needed = f"{relief.step_peak_bytes / 2**20:.2f} MiB of GPU memory"
+        verdict = "fits" if relief.fits else "still too much GPU memory"
+        assert str(relief) == f"{relief.what}: {needed}, {verdict} (--set '{relief.changes[0]}')"
     assert {relief.fits for relief in found} == {True, False}
     fitting = next(relief for relief in found if relief.fits)
     assert make_plan(config.changed(recipe, fitting.changes), "fp32", _ALONE).policy == "best"

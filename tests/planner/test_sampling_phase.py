@@ -9,6 +9,7 @@ from tests.build import TINY_WAN, MakeRecipe, hold_weights
 from longtake.config import Recipe
 from longtake.models.components import assemble
 from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import DeviceBudget, device_budget, device_named
 from longtake.planner.forecast import PhaseForecast, forecast_phases
 from longtake.planner.memory import outline_step, static_memory
@@ -94,7 +95,8 @@ def test_a_gpu_too_small_for_the_model_streams_it_to_sample_it(small_recipe: Mak
     least = {phase.name: phase for phase in forecast_phases(outline_step(recipe, small), options)}
     assert least["model"].how == "weights streamed"
     assert least["model"].fits
-    streamed = step.tracer.weight_costs("stream").streamed
+    blocks = list(step.tracer.subject.blocks.values())
+    streamed = weight_costs("stream", blocks, slow).streamed
     assert model_bytes - least["model"].weight_bytes == streamed.sum() - 2 * streamed.max()
     copies = float(streamed[2:].sum()) / slow.link
     assert least["model"].seconds == pytest.approx(found["model"].seconds + copies, rel=0.1)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
+from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import CPU, device_named
 from longtake.planner.record import KEEP, Activations, BlockOption
 from longtake.planner.solver import (
@@ -164,7 +165,7 @@ def _toy_costs(subject: Any) -> BlockCosts:
     }
     return costs_of(
         {option: tracer.trace(options_of(name, names)) for option, name in policies.items()},
-        [tracer.weight_costs("keep")],
+        [weight_costs("keep", list(subject.blocks.values()), CPU)],
     )
 
 

@@ -6,7 +6,6 @@ The plan is read from plan.json, or from the event `memory_planned` if there is 
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Final
 
@@ -76,7 +75,15 @@ def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
         plan=plan,
         shown=values,
         problem=problem,
-        measured=_measured(facts.events),
+        measured=[
+            {
+                "step": f"{measured.step:,}",
+                "predicted": _gib(measured.predicted_gib),
+                "measured": _gib(measured.measured_gib),
+                "error": f"{100 * measured.error:+.1f} %",
+            }
+            for measured in islice(newest_measurements(facts.events), _MOST_MEASURED)
+        ],
         peak=_peak_plot(facts, plan),
         commands=[
             (f"{process.command()} plan {path} --memory 48GiB", "the plan for a GPU of 48 GiB"),
@@ -99,18 +106,6 @@ def read_plan(facts: RunFacts) -> tuple[MemoryPlan | None, str]:
 
 
 # --- What is shown of a plan ------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PolicyRow:
-    """One policy as a row of the table."""
-
-    name: str
-    is_chosen: bool
-    sizes: tuple[str, str, str]  # at the end of the forward pass; peak; peak of a later step
-    overhead: str
-    fits: str  # yes or no; empty without a budget
-    meaning: str
 
 
 def _values(plan: MemoryPlan) -> dict[str, Any]:
@@ -141,17 +136,17 @@ def _values(plan: MemoryPlan) -> dict[str, Any]:
     }
 
 
-def _row(policy: PolicyForecast, chosen: str) -> PolicyRow:
+def _row(policy: PolicyForecast, chosen: str) -> dict[str, Any]:
+    """Return a policy as a row of the table."""
     sizes = (policy.forward_end_bytes, policy.peak_bytes, policy.step_peak_bytes)
-    forward, peak, step = (format_size(each) if each else "-" for each in sizes)
-    return PolicyRow(
-        policy.name,
-        policy.name == chosen,
-        (forward, peak, step),
-        _percent(policy.overhead),
-        {True: "yes", False: "no", None: ""}[policy.fits],
-        POLICY_WORDS.get(policy.name, ""),
-    )
+    return {
+        "name": policy.name,
+        "is_chosen": policy.name == chosen,
+        "sizes": [format_size(size) if size else "-" for size in sizes],
+        "overhead": _percent(policy.overhead),
+        "fits": {True: "yes", False: "no", None: ""}[policy.fits],
+        "meaning": POLICY_WORDS.get(policy.name, ""),
+    }
 
 
 def _percent(overhead: float | None) -> str:
@@ -177,13 +172,8 @@ def _part_sizes(plan: MemoryPlan) -> Iterator[tuple[str, int]]:
     memory, fixed = plan.memory, plan.fixed
     if memory is None or fixed is None:
         return
-    sizes = {
-        "weights": fixed.weights,
-        "optimizer": fixed.optimizer.device,
-        "ema": fixed.ema,
-        "encoders": fixed.encoders,
-        "inputs": fixed.inputs,
-    }
+    # Gradients are counted with the activations, whose place they take one by one.
+    sizes = {name: size for name, size in fixed.parts().items() if name != "gradients"}
     yield from sizes.items()
     yield "activations and gradients", max(0, memory.step_peak_bytes - sum(sizes.values()))
 
@@ -221,14 +211,15 @@ def _part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
         if size or name in ("weights", "optimizer")
     ]
     if (fixed := plan.fixed) and rows:
-        beside = [
-            ("gradients, all", fixed.gradients, "of trainable weights, after the backward pass")
-        ]
-        if away := fixed.optimizer.host:
-            beside.append(("offloaded", away, "optimizer states, in host RAM"))
-        for name, size, meaning in beside:  # sizes that are not a part of the peak by themselves
-            row = {"name": name, "colour": "", "size": format_size(size), "share": ""}
-            rows.append({**row, "meaning": meaning})
+        # Sizes that are not a part of the peak by themselves.
+        beside = {
+            "gradients, all": (fixed.gradients, "of trainable weights, after the backward pass"),
+            "offloaded": (fixed.optimizer.host, "optimizer states, in host RAM"),
+        }
+        for name, (size, meaning) in beside.items():
+            if size or name != "offloaded":
+                row = {"name": name, "colour": "", "size": format_size(size), "share": ""}
+                rows.append({**row, "meaning": meaning})
     return rows
 
 
@@ -302,18 +293,6 @@ def _legend(
 
 
 # --- What was measured ------------------------------------------------------------------------
-
-
-def _measured(events: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    return [
-        {
-            "step": f"{measured.step:,}",
-            "predicted": _gib(measured.predicted_gib),
-            "measured": _gib(measured.measured_gib),
-            "error": f"{100 * measured.error:+.1f} %",
-        }
-        for measured in islice(newest_measurements(events), _MOST_MEASURED)
-    ]
 
 
 def _gib(gib: float) -> str:

@@ -15,15 +15,19 @@ if TYPE_CHECKING:
 _DAY_SECONDS, _HOUR_SECONDS = 86_400.0, 3600.0
 
 
+def plan_table(*columns: str) -> Table:
+    """Return an empty table whose columns hold numbers, but for the first, the last and words."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, column in enumerate(columns):
+        is_text = number in (0, len(columns) - 1) or column in ("fits", "over", "activations")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
+    return table
+
+
 def cost_report(cost: "RunCost") -> Iterator[RenderableType]:
     """Yield the whole run's time by part, what is written and sent, and what failures cost."""
     wall, per_hour = cost.wall_seconds, cost.num_ranks / _HOUR_SECONDS
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, name in enumerate(
-        ("the whole run", "times", "each", "time", "GPU-hours", "share", "")
-    ):
-        is_text = number in (0, 6)
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text)
+    table = plan_table("the whole run", "times", "each", "time", "GPU-hours", "share", "")
     for what, times, seconds, note in _rows(cost):
         each = format_short_duration(seconds / times)
         cells = f"{times:,.0f}", each, format_duration(seconds), f"{seconds * per_hour:,.0f}"
@@ -53,7 +57,7 @@ def _rows(cost: "RunCost") -> Iterator[tuple[str, float, float, str]]:
         if seconds:
             yield what, num_steps, seconds, note
     if cost.num_saves >= 1:
-        note = "copies to the computer's memory, for which training waits"
+        note = "copies to host RAM, for which training waits"
         yield "saves", cost.num_saves, cost.stalled_seconds, note
     if cost.num_failures:
         # A failure costs the work since the last whole save, and a restart.

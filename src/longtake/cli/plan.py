@@ -49,7 +49,7 @@ def plan(
         typer.Option(
             metavar="NODE[,NETWORK]",
             help="GB/s that one GPU sends to others of its node, and to other nodes: 450,50 "
-            "[default: what is usual for the GPU].",
+            "[default: usual links of the GPU].",
         ),
     ] = None,
     failures_per_day: Annotated[
@@ -57,7 +57,7 @@ def plan(
         typer.Option(
             min=0,
             max=500,
-            help="Also tell what the whole run costs, if a launch ends so often by a failure.",
+            help="Also predict the cost of the whole run, with this many failures of a launch.",
         ),
     ] = None,
     restart_seconds: Annotated[
@@ -65,7 +65,8 @@ def plan(
         typer.Option(
             min=0,
             max=86_400,
-            help="From a failure until training continues [default: 60 s, and reading a save].",
+            help="Time from a failure until training continues [default: 60 s, and the time to "
+            "read a save].",
         ),
     ] = None,
     storage: Annotated[
@@ -74,7 +75,7 @@ def plan(
             min=0.001,
             max=1e6,
             metavar="GB/S",
-            help="What all ranks together write to the run's disk, or read from it.",
+            help="Rate at which all ranks together write to the run's disk, or read from it.",
         ),
     ] = 5.0,
     changes: say.Changes = None,

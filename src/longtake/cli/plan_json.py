@@ -9,9 +9,9 @@ from longtake.planner.record import blocks_by_option
 
 if TYPE_CHECKING:
     from longtake.planner.cost import RunCost, StageCost
-    from longtake.planner.forecast import Forecast, PhaseForecast, Suggestion
+    from longtake.planner.forecast import Forecast, PhaseForecast
     from longtake.planner.mesh import MeshForecast
-    from longtake.planner.record import PolicyForecast, StaticMemory
+    from longtake.planner.record import PolicyForecast
     from longtake.planner.report import PlanReport, StageForecast
 
 _GIB = 2**30
@@ -31,13 +31,13 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
             "trainable": known.num_trainable,
             "tokens": step.num_tokens,
         },
-        "bucket": step.bucket.model_dump(exclude_none=True),
-        "micro_batch_size": step.micro_batch_size,
-        "num_micro_batches": step.num_micro_batches,
+        "bucket": step.batch.bucket.model_dump(exclude_none=True),
+        "micro_batch_size": step.batch.micro_batch_size,
+        "num_micro_batches": step.batch.num_micro_batches,
         "precision": known.precision,
         "processes": step.world_size,
         "per_node": step.per_node,
-        "fixed_gib": _static(known.static),
+        "fixed_gib": {name: _gib(size) for name, size in known.static.parts().items()},
         "host_gib": _gib(known.static.optimizer.host),
         "host_ram": {
             "pinned_gib": _gib(known.pinned_host_bytes),
@@ -49,7 +49,11 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "policies": [_policy(row) for row in known.policies],
         "best": _best(known),
         **_gradients(known),
-        "changes": [_change(change) for change in report.suggestions],
+        "changes": [
+            {"set": list(change.changes), "short": list(change.short)}
+            | _facts(change, "what", "policy", "step_peak_gib", "host_gib", "fits")
+            for change in report.suggestions
+        ],
         "phases": [_phase(phase, recipe.sampling.every) for phase in report.phases],
         "checkpoint": {"every": recipe.checkpoint.every, "minutes": recipe.checkpoint.minutes},
         "init_from": start
@@ -87,46 +91,17 @@ def _gradients(known: "Forecast") -> dict[str, Any]:
     }
 
 
-def _change(change: "Suggestion") -> dict[str, Any]:
-    return {
-        "what": change.what,
-        "set": list(change.changes),
-        "policy": change.policy,
-        "step_peak_gib": _gib(change.step_peak_bytes),
-        "host_gib": _gib(change.host_bytes),
-        "short": list(change.short),
-        "fits": change.fits,
-    }
-
-
-def _static(static: "StaticMemory") -> dict[str, float | None]:
-    return {
-        "weights": _gib(static.weights),
-        "gradients": _gib(static.gradients),
-        "optimizer": _gib(static.optimizer.device),
-        "inputs": _gib(static.inputs),
-        "ema": _gib(static.ema),
-        "encoders": _gib(static.encoders),
-    }
-
-
 def _policy(row: "PolicyForecast") -> dict[str, Any]:
-    return {
-        "name": row.name,
-        "forward_end_gib": _gib(row.forward_end_bytes),
-        "peak_gib": _gib(row.peak_bytes),
-        "step_peak_gib": _gib(row.step_peak_bytes),
-        "overhead": None if row.overhead is None else round(row.overhead, 4),
-        "fits": row.fits,
-    }
+    facts = _facts(row, "name", "forward_end_gib", "peak_gib", "step_peak_gib", "fits")
+    return facts | {"overhead": None if row.overhead is None else round(row.overhead, 4)}
 
 
 def _best(known: "Forecast") -> dict[str, Any] | None:
     best, row = known.best, known.best_policy
     if best is None or row is None:
         return None
-    away = known.static.elsewhere
-    facts = {key: value for key, value in _policy(row).items() if key not in ("name", "peak_gib")}
+    away, facts = known.static.elsewhere, _policy(row)
+    del facts["name"], facts["peak_gib"]
     return {
         **facts,
         "host_gib": _gib(row.host_bytes),
@@ -165,19 +140,12 @@ def _phase(phase: "PhaseForecast", sampling_every: int | None) -> dict[str, Any]
 def _stage(stage: "StageForecast") -> dict[str, Any]:
     batch, rates = stage.batch, stage.learning_rates
     return {
-        "name": batch.name,
-        "first_step": stage.first_step,
-        "steps": stage.num_steps,
-        "learning_rate": rates and list(rates),
-        "warmup_steps": stage.warmup_steps,
-        "global_batch_size": batch.global_batch_size,
-        "micro_batch_size": batch.micro_batch_size,
-        "num_micro_batches": batch.num_micro_batches,
+        **_facts(batch, "name", "global_batch_size", "micro_batch_size", "num_micro_batches"),
         "bucket": batch.bucket.model_dump(exclude_none=True),
         "tokens": batch.num_tokens,
-        "ema_decay": stage.ema_decay,
-        "shift": stage.shift,
-        "caption_dropout": stage.caption_dropout,
+        "steps": stage.num_steps,
+        "learning_rate": rates and list(rates),
+        **_facts(stage, "first_step", "warmup_steps", "ema_decay", "shift", "caption_dropout"),
         "is_planned": stage.is_planned,
     }
 
@@ -226,15 +194,12 @@ def _cost(cost: "RunCost") -> dict[str, Any]:
         "stages": [_stage_cost(stage) for stage in cost.stages],
         "failures_per_day": cost.saving.failures_per_day,
         "failures": round(cost.num_failures, 3),
-        "lost_seconds": _digits(cost.lost_seconds),
         "restart_seconds": _digits(cost.saving.restart),
         "saves": round(cost.num_saves, 2),
         "save_bytes": cost.save_bytes,
         "kept_bytes": cost.num_kept * cost.save_bytes,
         "save_write_seconds": _digits(cost.saving.write),
-        "stalled_seconds": _digits(cost.stalled_seconds),
-        "work_seconds": _digits(cost.work_seconds),
-        "wall_seconds": _digits(cost.wall_seconds),
+        **_facts(cost, "lost_seconds", "stalled_seconds", "work_seconds", "wall_seconds"),
         "gpu_hours": _digits(cost.wall_seconds * cost.num_ranks / _HOUR_SECONDS),
         "goodput": round(cost.goodput, 5),
         "best": best,
@@ -242,18 +207,25 @@ def _cost(cost: "RunCost") -> dict[str, Any]:
 
 
 def _stage_cost(stage: "StageCost") -> dict[str, Any]:
+    seconds = ("compute_seconds", "exposed_seconds", "encoder_seconds", "sampling_seconds")
     return {
-        "name": stage.name,
-        "steps": stage.steps,
-        "compute_seconds": _digits(stage.compute_seconds),
-        "exposed_seconds": _digits(stage.exposed_seconds),
-        "encoder_seconds": _digits(stage.encoder_seconds),
-        "sampling_seconds": _digits(stage.sampling_seconds),
-        "network_bytes": stage.network_bytes,
+        **_facts(stage, "name", "steps", *seconds, "network_bytes"),
         "save_interval_seconds": _digits(stage.failures.interval),
         "lost_per_failure_seconds": _digits(stage.failures.lost_per_failure),
         "goodput": round(stage.failures.goodput, 5),
     }
+
+
+def _facts(record: object, *keys: str) -> dict[str, Any]:
+    """Return a record's attributes by these keys; `x_gib` is `x_bytes` in GiB."""
+    facts: dict[str, Any] = {}
+    for key in keys:
+        if key.endswith("_gib"):
+            facts[key] = _gib(getattr(record, key.removesuffix("gib") + "bytes"))
+        else:
+            value = getattr(record, key)
+            facts[key] = _digits(value) if key.endswith("_seconds") else value
+    return facts
 
 
 def _gib(num_bytes: int | None) -> float | None:

@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
-from longtake.cli.cost import cost_report
+from longtake.cli.cost import cost_report, plan_table
 from longtake.formatting import (
     escape,
     escape_lines,
@@ -110,12 +110,12 @@ def _parts(report: "PlanReport") -> Iterator[RenderableType]:
 
 def _describe_model(known: "Forecast") -> str:
     step, total, trained = known.step, known.num_parameters, known.num_trainable
-    batch = f"micro-batches of {step.micro_batch_size}"
-    if step.num_micro_batches > 1:
-        batch += f", {step.num_micro_batches} for an update"
+    batch = f"micro-batches of {step.batch.micro_batch_size}"
+    if step.batch.num_micro_batches > 1:
+        batch += f", {step.batch.num_micro_batches} for an update"
     return (
         f"{_number(total)} parameters, of which {_number(trained)} train ({trained / total:.2%}). "
-        f"Clips of {step.bucket}: {step.num_tokens} tokens each. In {batch}, computed in "
+        f"Clips of {step.batch.bucket}: {step.num_tokens} tokens each. In {batch}, computed in "
         f"{known.precision}."
     )
 
@@ -165,19 +165,11 @@ def _describe_device(known: "Forecast") -> str:
 
 def _fixed_table(known: "Forecast") -> Table:
     static = known.static
-    sizes = {
-        "weights": static.weights,
-        "gradients": static.gradients,
-        "optimizer": static.optimizer.device,
-        "ema": static.ema,
-        "encoders": static.encoders,
-        "inputs": static.inputs,
-    }
-    table = _table("in memory under every policy", "", "")
-    for name, meaning in FIXED_WORDS.items():
+    table = plan_table("in memory under every policy", "", "")
+    for name, size in static.parts().items():
         # Parts that every training has are listed even if they take nothing.
-        if sizes[name] or name not in ("encoders", "ema"):
-            table.add_row(name, format_size(sizes[name]), meaning)
+        if size or name not in ("encoders", "ema"):
+            table.add_row(name, format_size(size), FIXED_WORDS[name])
     if static.optimizer.host:
         meaning = "optimizer states and fp32 weights, in host RAM"
         table.add_row("offloaded", format_size(static.optimizer.host), meaning)
@@ -187,7 +179,7 @@ def _fixed_table(known: "Forecast") -> Table:
 def _policy_table(known: "Forecast") -> Table:
     most = max(row.step_peak_bytes for row in known.policies)
     unit, unit_bytes = ("GiB", _GIB) if most >= _GIB else ("MiB", 2**20)
-    table = _table(f"policy, {unit}", "forward", "peak", "with optimizer", "time", "fits", "")
+    table = plan_table(f"policy, {unit}", "forward", "peak", "with optimizer", "time", "fits", "")
     best = [] if known.best_policy is None else [known.best_policy]
     for row in (*known.policies, *best):
         sizes = (row.forward_end_bytes, row.peak_bytes, row.step_peak_bytes)
@@ -216,9 +208,7 @@ def _verdict(report: "PlanReport") -> Iterator[RenderableType]:
     groups = blocks_by_option(known.best.options)
     # If all blocks have one option, the sentence above has said so.
     if len(groups) > 1 or known.best_policy.host_bytes:
-        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        for column in ("blocks", "", "activations", "frozen weights"):
-            table.add_column(column, justify="left" if column else "right")
+        table = plan_table("blocks", "", "activations", "frozen weights")
         for option, count, names in groups:
             words = ACTIVATION_WORDS[option.activations], WEIGHT_WORDS[option.weights]
             table.add_row(names, str(count), *words)
@@ -241,14 +231,7 @@ def _shortage(report: "PlanReport") -> Iterator[str]:
         yield "A computer with more RAM is planned for by --host-memory 128GiB."
     yield "What would help, each by itself:"
     for change in report.suggestions:
-        settings = " ".join(f"--set '{setting}'" for setting in change.changes)
-        taken = {"GPU memory": change.step_peak_bytes, "host RAM": change.host_bytes}
-        still = ", ".join(f"{format_size(taken[name])} of {name}" for name in change.short)
-        result = f"still too much: {still}" if still else "[green]fits[/green]"
-        needed = format_size(change.step_peak_bytes)
-        if change.host_bytes:
-            needed += f" and {format_size(change.host_bytes)} of host RAM"
-        yield f"  {escape(change.what)}: {needed}, {result}  [dim]{escape(settings)}[/dim]"
+        yield f"  {escape(str(change))}"
 
 
 def _describe_best(known: "Forecast") -> str:
@@ -290,7 +273,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
     """Yield a table of the other work, such as encoding and sampling, part by part."""
     if not phases:
         return
-    table = _table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
+    table = plan_table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
     for phase in phases:
         sizes = [f"{size / _GIB:.2f}" for size in (phase.weight_bytes, phase.peak_bytes)]
         label, meaning = _PHASES[phase.name]
@@ -359,14 +342,6 @@ def _number(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
 
 
-def _table(*columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for number, column in enumerate(columns):
-        is_text = number in (0, len(columns) - 1) or column == "fits"
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
-    return table
-
-
 # --- Several ranks ----------------------------------------------------------------------------
 
 
@@ -396,10 +371,7 @@ def _mesh_report(mesh: "MeshForecast", processes: int, per_node: int) -> Iterato
 
 
 def _mesh_table(sent: "Sequence[CommCost]") -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("each rank sends", "among", "over", "GB a step", "takes", "exposed", ""):
-        is_text = column in ("each rank sends", "over", "")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=column != "")
+    table = plan_table("each rank sends", "among", "over", "GB a step", "takes", "exposed", "")
     for row in sent:
         table.add_row(
             row.what,

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from longtake.config.values import (
     MAX_BATCH,
@@ -52,6 +52,10 @@ class Bucket(Section):
     long enough, need not be enlarged and loses at most a tenth more of its picture than in the
     better one. Shares of a clip that sum to more than 1 are scaled down to 1. Unset: each clip has
     one bucket."""
+
+    @property
+    def num_pixels(self) -> int:
+        return self.num_frames * self.height * self.width
 
     def toml(self) -> str:
         values = self.model_dump(exclude_none=True).items()
@@ -158,33 +162,39 @@ class ConditioningSection(Section):
         return self.kind in ("picture", "video") and self.encode is not False
 
 
-def _check_conditioning(name: str, section: ConditioningSection) -> None:
+def _check_conditioning(
+    sections: dict[str, ConditioningSection],
+) -> dict[str, ConditioningSection]:
     """Raise ValueError for a name that no tensor of a model can have, or keys of another kind."""
-    is_taken = name in _TAKEN_NAMES or name.endswith(("_latents", "_embeds"))
-    if is_taken or not _CONDITIONING_NAME.fullmatch(name):
-        raise ValueError(
-            f"data.conditioning: {name!r} cannot be the name of an input; use small letters, "
-            f"digits and underscores, such as reference or pose, but not {', '.join(_TAKEN_NAMES)} "
-            "or an ending in _latents or _embeds"
+    for name, section in sections.items():
+        is_taken = name in _TAKEN_NAMES or name.endswith(("_latents", "_embeds"))
+        if is_taken or not _CONDITIONING_NAME.fullmatch(name):
+            raise ValueError(
+                f"data.conditioning: {name!r} cannot be the name of an input; use small letters, "
+                "digits and underscores, such as reference or pose, but not "
+                f"{', '.join(_TAKEN_NAMES)} or an ending in _latents or _embeds"
+            )
+        key, kind = f"data.conditioning.{name}", section.kind
+        if kind == "numbers" and section.width is None:
+            raise ValueError(f"{key} needs width: how many numbers a clip (or each frame) has")
+        for name_of_key, (unset, *kinds) in _KEYS_OF_KINDS.items():
+            if getattr(section, name_of_key) not in (None, unset) and kind not in kinds:
+                raise ValueError(
+                    f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"'
+                )
+        places = [section.path, section.column, section.frame, section.frames]
+        if places.count(None) != len(places) - 1:
+            raise ValueError(f"{key} needs one of path, column, frame and frames: where it is")
+        unknown = (
+            [] if section.path is None else _PLACEHOLDER.findall(section.path.replace(STEM, ""))
         )
-    key, kind = f"data.conditioning.{name}", section.kind
-    if kind == "numbers" and section.width is None:
-        raise ValueError(f"{key} needs width: how many numbers a clip (or each frame) has")
-    for name_of_key, (unset, *kinds) in _KEYS_OF_KINDS.items():
-        if getattr(section, name_of_key) not in (None, unset) and kind not in kinds:
-            raise ValueError(f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"')
-    places = [section.path, section.column, section.frame, section.frames]
-    if places.count(None) != len(places) - 1:
-        raise ValueError(f"{key} needs one of path, column, frame and frames: where it is")
-    if section.path is None:
-        return
-    unknown = _PLACEHOLDER.findall(section.path.replace(STEM, ""))
-    if unknown or not section.path:
-        has = f"has {unknown[0]}" if unknown else "is empty"
-        raise ValueError(
-            f'{key}.path: "{section.path}" {has}; the one placeholder is {STEM}, the clip\'s file '
-            f'name without its ending, such as in "../{name}/{STEM}.png"'
-        )
+        if unknown or section.path == "":
+            has = f"has {unknown[0]}" if unknown else "is empty"
+            raise ValueError(
+                f'{key}.path: "{section.path}" {has}; the one placeholder is {STEM}, the clip\'s '
+                f'file name without its ending, such as in "../{name}/{STEM}.png"'
+            )
+    return sections
 
 
 TRIGGER = "[trigger]"
@@ -302,7 +312,9 @@ class DataSection(Section):
     counts them. Players and most cameras assume BT.709; below 720 lines it is always BT.601."""
     random_crop: bool = False
     """Crop a clip's frames at a random position in each epoch instead of in the middle."""
-    conditioning: dict[str, ConditioningSection] = Field(default_factory=dict)
+    conditioning: Annotated[dict[str, ConditioningSection], AfterValidator(_check_conditioning)] = (
+        Field(default_factory=dict)
+    )
     """Further inputs of each clip, by name: pictures, videos, masks and numbers."""
     cache: FilePath | None = None
     """Folder for latents and prompt embeddings. They are computed once, so codec and text encoder
@@ -388,12 +400,6 @@ class DataSection(Section):
                 "data.repeats and data.weights both say how often catalogs are trained: give one "
                 "of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _conditioning_can_be_read(self) -> Self:
-        for name, section in self.conditioning.items():
-            _check_conditioning(name, section)
         return self
 
     @model_validator(mode="after")

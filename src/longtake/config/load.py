@@ -81,16 +81,13 @@ def _read_toml(path: Path) -> dict[str, Any]:
         ) from None
     except OSError as error:
         raise RecipeError(f"The recipe {path} cannot be read: {error.strerror}.") from error
-    except RecursionError as error:
-        raise RecipeError(
-            f"The recipe {path} is not valid TOML: it is nested too deeply."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"The recipe {path} is not valid TOML: it is no text in UTF-8."
-        ) from error
-    except ValueError as error:  # no TOML, or a number of thousands of digits
+    except (ValueError, RecursionError) as error:
+        # A ValueError also stands for a number of thousands of digits.
         reason = shorten(str(error).partition(";")[0].rstrip("."), 200)
+        if isinstance(error, RecursionError):
+            reason = "it is nested too deeply"
+        if isinstance(error, UnicodeDecodeError):
+            reason = "it is no text in UTF-8"
         raise RecipeError(f"The recipe {path} is not valid TOML: {reason}.") from error
 
 

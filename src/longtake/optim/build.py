@@ -49,22 +49,26 @@ def build_optimizers(
     """
     chosen = choose_optimizers(model, blocks, section)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    rate, decay = section.muon_learning_rate, section.weight_decay
+    rate, betas, decay = section.learning_rate, section.betas, section.weight_decay
     optimizers: list[Optimizer] = []
-    if chosen.adamw:
-        optimizers.append(_adamw(chosen.adamw, section))
+    if section.offload or any(parameter.dtype != torch.float32 for parameter in chosen.adamw):
+        optimizers.append(
+            MasterAdamW(chosen.adamw, rate, betas, weight_decay=decay, offload=section.offload)
+        )
+    elif chosen.adamw:
+        optimizers.append(AdamW(chosen.adamw, rate, betas, weight_decay=decay, fused=True))
     if chosen.eight_bit:
         optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
     if chosen.own:
         refuse_own_optimizer(chosen.own, section)
         optimizers.append(own_optimizer(chosen.own, section))
     if chosen.muon:
+        muon_rate = section.muon_learning_rate
         optimizers.append(
-            Muon(chosen.muon, lr=rate, weight_decay=decay, dtype=dtype, replicas=replicas)
+            Muon(chosen.muon, lr=muon_rate, weight_decay=decay, dtype=dtype, replicas=replicas)
         )
     if chosen.prodigy:
-        rate, betas = section.learning_rate, section.betas
-        optimizers.append(Prodigy(chosen.prodigy, lr=rate, betas=betas, weight_decay=decay))
+        optimizers.append(Prodigy(chosen.prodigy, rate, betas, weight_decay=decay))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             # The schedule multiplies this rate at each step.
@@ -99,13 +103,6 @@ def choose_optimizers(
         else:
             chosen.adamw.append(parameter)
     return chosen
-
-
-def _adamw(parameters: Sequence[nn.Parameter], section: OptimizerSection) -> Optimizer:
-    rate, betas, decay = section.learning_rate, section.betas, section.weight_decay
-    if section.offload or any(parameter.dtype != torch.float32 for parameter in parameters):
-        return MasterAdamW(parameters, rate, betas, weight_decay=decay, offload=section.offload)
-    return AdamW(parameters, lr=rate, betas=betas, weight_decay=decay, fused=True)
 
 
 # --- AdamW with 8-bit states ------------------------------------------------------------------
@@ -193,10 +190,8 @@ def _seeded_class() -> Callable[..., Optimizer]:
         def step(self, closure: Callable[[], float] | None = None) -> Any:
             # The run's own random numbers do not change by the rounding's.
             with torch.random.fork_rng(devices=gpus_of(self.param_groups[0]["params"])):
-                torch.manual_seed(self._steps_done())
+                steps = (int(state["step"]) for state in self.state.values())
+                torch.manual_seed(max(steps, default=0))
                 return super().step(closure)
-
-        def _steps_done(self) -> int:
-            return max((int(state["step"]) for state in self.state.values()), default=0)
 
     return SeededAdamW8bit

@@ -101,18 +101,15 @@ class MasterAdamW(Fp32Optimizer):
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
-                self._init_state(parameter)
+                updated = self.add_master(parameter)
+                self.state[parameter] |= {
+                    "step": torch.zeros((), device=self.device_of(parameter)),
+                    "exp_avg": torch.zeros_like(updated),
+                    "exp_avg_sq": torch.zeros_like(updated),
+                }
         comes_from_gpu = self._offload and any(each.device.type != "cpu" for each in parameters)
         for batch in _with_gradients(in_batches(parameters), comes_from_gpu):
             self._update(batch, group)
-
-    def _init_state(self, parameter: Tensor) -> None:
-        updated = self.add_master(parameter)
-        self.state[parameter] |= {
-            "step": torch.zeros((), device=self.device_of(parameter)),
-            "exp_avg": torch.zeros_like(updated),
-            "exp_avg_sq": torch.zeros_like(updated),
-        }
 
     def _update(self, batch: "_Batch", group: dict[str, Any]) -> None:
         states = [self.state[parameter] for parameter in batch.parameters]
@@ -163,38 +160,23 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def _with_gradients(batches: Sequence[Sequence[Tensor]], comes_from_gpu: bool) -> Iterator[_Batch]:
     """Yield each batch with its gradients, while those of the next batch are being copied."""
-    in_flight: deque[tuple[_Batch, torch.cuda.Event]] = deque()
-    for parameters in batches:
+    in_flight: deque[tuple[_Batch, torch.cuda.Event | None]] = deque()
+    for number, parameters in enumerate(batches, start=1):
         gradients = [
             local_shard(parameter.grad) for parameter in parameters if parameter.grad is not None
         ]
-        if not comes_from_gpu:
-            yield _Batch(parameters, gradients)
-            continue
-        in_flight.append(
-            (_Batch(parameters, [_start_copy(part) for part in gradients]), _record_event())
-        )
-        # While one batch is updated, the gradients of the next are being copied.
-        if len(in_flight) == 2:
-            yield _wait_for_first(in_flight)
-    while in_flight:
-        yield _wait_for_first(in_flight)
-
-
-def _start_copy(gradient: Tensor) -> Tensor:
-    return host_like(gradient).copy_(gradient, non_blocking=True)
-
-
-def _record_event() -> torch.cuda.Event:
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _wait_for_first(in_flight: deque[tuple[_Batch, torch.cuda.Event]]) -> _Batch:
-    batch, copied = in_flight.popleft()
-    copied.synchronize()
-    return batch
+        copied = None
+        if comes_from_gpu:
+            gradients = [host_like(part).copy_(part, non_blocking=True) for part in gradients]
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        in_flight.append((_Batch(parameters, gradients), copied))
+        # One batch is updated after the copies of the next were started, the last two at the end.
+        while len(in_flight) == 2 or (in_flight and number == len(batches)):
+            batch, copied = in_flight.popleft()
+            if copied is not None:
+                copied.synchronize()
+            yield batch
 
 
 def _round_into(weight: Tensor, master: Tensor, gradient: Tensor) -> None:

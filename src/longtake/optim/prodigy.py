@@ -50,7 +50,11 @@ class Prodigy(Fp32Optimizer):
         correction = math.sqrt(1 - beta2**done) / (1 - beta1**done)
         rate = distance * group["lr"] * correction
         sums = [self._accumulate(each, beta1, beta2, distance) for each in parameters]
-        moved, weighted = _over_ranks(torch.stack(sums).sum(0))
+        # Summed over all ranks; if each holds all of a tensor, the ratios are still right.
+        total = torch.stack(sums).sum(0).cpu()
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        moved, weighted = total.tolist()
         if not weighted:  # no gradient yet
             return
         scale = distance / _FIRST_DISTANCE
@@ -70,7 +74,10 @@ class Prodigy(Fp32Optimizer):
         """
         assert parameter.grad is not None
         if not self.state[parameter]:
-            self._init_state(parameter)
+            updated = self.add_master(parameter)
+            zeros = ("exp_avg", "exp_avg_sq", "gradients")
+            self.state[parameter] |= {name: torch.zeros_like(updated) for name in zeros}
+            self.state[parameter]["initial"] = updated.detach().clone()
         state = {name: local_shard(value) for name, value in self.state[parameter].items()}
         weight = state.get("master", local_shard(parameter.detach()))
         gradient = local_shard(parameter.grad).float()
@@ -84,12 +91,6 @@ class Prodigy(Fp32Optimizer):
         weighted = torch.linalg.vector_norm(state["gradients"], 1)
         return torch.stack([moved, weighted]).double()
 
-    def _init_state(self, parameter: Tensor) -> None:
-        updated = self.add_master(parameter)
-        zeros = ("exp_avg", "exp_avg_sq", "gradients")
-        self.state[parameter] |= {name: torch.zeros_like(updated) for name in zeros}
-        self.state[parameter]["initial"] = updated.detach().clone()
-
     def _move(self, parameter: Tensor, group: dict[str, Any], rate: float) -> None:
         state = {name: local_shard(value) for name, value in self.state[parameter].items()}
         shard = local_shard(parameter.detach())
@@ -99,11 +100,3 @@ class Prodigy(Fp32Optimizer):
         weight.addcdiv_(state["exp_avg"], scale, value=-rate)
         if weight is not shard:
             shard.copy_(weight)
-
-
-def _over_ranks(sums: Tensor) -> list[float]:
-    """Sum over all ranks; if each holds all of a tensor, the ratios are still right."""
-    total = sums.cpu()
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total.tolist()

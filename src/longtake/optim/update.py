@@ -104,9 +104,14 @@ class Averages:
     def update(
         self, num_updates: int, masters: Masters | None = None, decay: float | None = None
     ) -> None:
-        """Move the averages after the `num_updates`-th update (counted from 1).
+        """Move the averages after a step.
 
-        `decay`, set by a stage of the curriculum, replaces the profiles' own.
+        Args:
+            num_updates: steps of the run so far, counted from 1. Steps whose update was skipped
+                count as well, so that averages depend on a run's length alone.
+            masters: exact weights, used in place of rounded ones.
+            decay: of a stage of the curriculum, in place of `ema.decay`. A recipe with profiles,
+                of which those with `sigma_rel` have no decay, refuses stages that set it.
         """
         if not self._averages:
             return

@@ -12,12 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import (
-    SAC_IGNORED_OPS,
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
 from longtake.config import Quantization
 from longtake.parallel.ring import RING_ATTENTION
@@ -69,15 +64,8 @@ def _save_attention(block: Block, *args: Any, **kwargs: Any) -> Any:
         )
 
 
-def _contexts() -> Any:
-    """Return contexts that make the compiler save attention; they would slow eager mode down."""
-    return create_selective_checkpoint_contexts(_saves_attention)  # type: ignore[no-untyped-call]
-
-
-def _saves_attention(_: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    if operation in ATTENTION:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+# Contexts that make the compiler save attention; they would slow eager mode down.
+_contexts = partial(create_selective_checkpoint_contexts, list(ATTENTION))
 
 
 def _recompute(block: Block, *args: Any, **kwargs: Any) -> Any:

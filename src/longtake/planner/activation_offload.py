@@ -39,9 +39,11 @@ class ActivationOffload:
     def call(self, run: Callable[..., Any], block: nn.Module, *args: Any, offloads: bool) -> Any:
         """Return `run(block, *args)`; with `offloads`, the tensors that it saves go to the host."""
         before, self._last = self._last, None
-        given = set(_storages(each for each in args if isinstance(each, Tensor)))
+        tensors = [each for each in args if isinstance(each, Tensor)]
+        has_backward = any(each.requires_grad for each in (*tensors, *block.parameters()))
+        given = set(_storages(tensors))
         shared, self._given = given & self._given, given  # these stay: others keep them
-        if offloads and torch.is_grad_enabled() and _has_backward(block, args):
+        if offloads and torch.is_grad_enabled() and has_backward:
             saved = self._last = OffloadedBlock(self, block, shared)
             with saved_tensors_hooks(saved.pack, saved.unpack):
                 output = run(block, *args)
@@ -177,11 +179,6 @@ class OffloadedBlock:
     def _wait(self) -> None:
         self._offload.wait(self._copied)
         self._copied = None
-
-
-def _has_backward(block: nn.Module, args: Iterable[Any]) -> bool:
-    given = (each for each in args if isinstance(each, Tensor))
-    return any(each.requires_grad for each in (*given, *block.parameters()))
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterable[int]:

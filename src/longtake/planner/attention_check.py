@@ -108,18 +108,19 @@ def _try_all(
         return AttentionAnswer(
             cases, (), (f"Attention's kernels were not tried: {problem}.",)
         ), False
-    choices = dict[AttentionKind, KernelChoice]()
+    choices, notes = dict[AttentionKind, KernelChoice](), list[str]()
     for case, kernel, without in zip(cases, chosen, refused, strict=True):
         # Cases of one kind differ in lengths, and share a choice.
         before = choices.get(case.kind, KernelChoice(kernel)).refused
         choices[case.kind] = KernelChoice(kernel, tuple(dict.fromkeys((*before, *without))))
-    notes = tuple(
-        f"{NAMES[kernel]} attention {why} ({_describe(case)}); {NAMES[chosen[number]]} attention "
-        "takes its place."
-        for number, case in enumerate(cases)
-        for kernel, why in refused[number].items()
-    )
-    return AttentionAnswer(cases, tuple(choices.items()), notes), True
+        (queries, keys), masked = case.lengths, ", masked" if case.kind.is_masked else ""
+        described = f"{case.kind.dtype}, {queries} x {keys} tokens, heads of {case.kind.widths[0]}"
+        notes += [
+            f"{NAMES[name]} attention {why} ({described}{masked}); {NAMES[kernel]} attention takes "
+            "its place."
+            for name, why in without.items()
+        ]
+    return AttentionAnswer(cases, tuple(choices.items()), tuple(notes)), True
 
 
 def _run(trials: Trials) -> tuple[list[Attempt], str]:
@@ -144,9 +145,3 @@ def _run(trials: Trials) -> tuple[list[Attempt], str]:
     lines = [line for line in output.splitlines() if line.startswith((b"[", b'"end"'))]
     attempts = [Attempt(*json.loads(line)) for line in lines if line.startswith(b"[")]
     return attempts, "" if lines and lines[-1] == b'"end"' else how
-
-
-def _describe(case: AttentionCase) -> str:
-    queries, keys = case.lengths
-    masked = ", masked" if case.kind.is_masked else ""
-    return f"{case.kind.dtype}, {queries} x {keys} tokens, heads of {case.kind.widths[0]}{masked}"

@@ -5,7 +5,7 @@ written. A failure costs the training since the newest complete save, and a rest
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -209,9 +209,14 @@ def run_cost(
         restart=restart_seconds,
         failures_per_day=failures_per_day,
     )
-    stages = [_stage_cost(known, phases, links, *each, saving) for each in _stages(known)]
-    for stage in stages:
-        refuse_no_progress(stage)
+    stages, left = list[StageCost](), recipe.training.steps
+    for stage in recipe.data.curriculum():
+        # A stage measured in epochs takes all remaining steps.
+        steps = left if stage.steps is None else min(stage.steps, left)
+        left -= steps
+        if steps:
+            stages.append(_stage_cost(known, phases, links, stage, steps, saving))
+            refuse_no_progress(stages[-1])
     section = recipe.checkpoint
     for_good = recipe.training.steps // section.keep_every if section.keep_every else 0
     return RunCost(stages, save_bytes, section.keep + for_good, step.world_size)
@@ -234,16 +239,6 @@ def refuse_no_progress(stage: StageCost) -> None:
         )
 
 
-def _stages(known: Forecast) -> Iterator[tuple[Stage, int]]:
-    """Yield each stage with its steps; a stage measured in epochs takes all remaining ones."""
-    data, left = known.step.recipe.data, known.step.recipe.training.steps
-    for stage in data.curriculum():
-        steps = left if stage.steps is None else min(stage.steps, left)
-        if steps:
-            yield stage, steps
-        left -= steps
-
-
 def _stage_cost(
     known: Forecast,
     phases: Sequence[PhaseForecast],
@@ -253,16 +248,16 @@ def _stage_cost(
     saving: FailureModel,
 ) -> StageCost:
     step, trace = _step_of(known, stage)
-    compute, exposed, sent = step.num_micro_batches * trace.seconds, 0.0, 0
+    compute, exposed, sent = step.batch.num_micro_batches * trace.seconds, 0.0, 0
     if step.world_size > 1:
-        found = mesh.without_advice(step, trace, links)
-        compute, sent = found.compute_seconds, found.num_bytes * step.world_size
-        exposed = found.step_seconds - compute
+        exchange = mesh.without_advice(step, trace, links)
+        compute, sent = exchange.compute_seconds, exchange.num_bytes * step.world_size
+        exposed = exchange.step_seconds - compute
     seconds = {each.name: each.seconds for each in phases}
     encoders = 0.0
     if "step" in seconds:  # scaled by pixels, with which the time of convolutions grows
-        share = _pixels(step) / _pixels(known.step)
-        clips = step.micro_batch_size * step.num_micro_batches
+        share = step.batch.bucket.num_pixels / known.step.batch.bucket.num_pixels
+        clips = step.batch.micro_batch_size * step.batch.num_micro_batches
         encoders = clips * (seconds.get("text", 0.0) + share * seconds.get("encode", 0.0))
     every = step.recipe.sampling.every
     sampling = seconds.get("sampling", 0.0) / every if every else 0.0
@@ -282,9 +277,8 @@ def _step_of(known: Forecast, stage: Stage) -> tuple[memory.MetaStep, StepTrace]
     step = known.step
     batch = next(each for each in step.stages if each.name == stage.name)
     # The same operations, so that the trace of the largest step serves.
-    if (batch.bucket, batch.micro_batch_size) == (step.bucket, step.micro_batch_size):
-        counts = batch.num_micro_batches, batch.global_batch_size
-        return replace(step, num_micro_batches=counts[0], global_batch_size=counts[1]), trace
+    if (batch.bucket, batch.micro_batch_size) == (step.batch.bucket, step.batch.micro_batch_size):
+        return replace(step, batch=batch), trace
     own = step.recipe.in_stage(stage.name)
     alone = {"buckets": stage.buckets or own.data.buckets, "stages": ()}
     own = own.model_copy(update={"data": own.data.model_copy(update=alone)})
@@ -329,8 +323,4 @@ def _traced_seconds(recipe: Recipe, device: DeviceBudget, shape: Bucket) -> floa
     options = activation_checkpointing.options_of(
         policy, step.block_names, step.tracer.subject.weights[0]
     )
-    return step.tracer.trace(options).seconds * num_ranks / step.micro_batch_size
-
-
-def _pixels(step: memory.MetaStep) -> int:
-    return step.bucket.num_frames * step.bucket.height * step.bucket.width
+    return step.tracer.trace(options).seconds * num_ranks / step.batch.micro_batch_size

@@ -185,19 +185,19 @@ def _plain(name: str) -> str:
 
 
 def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
-    """Return a device by figures with units, or by two numbers; None if the text is neither."""
+    """Return a device by figures with units; None if the text has none."""
     figures: dict[str, float] = {}
     for part in parts:
-        found = _GIVEN.fullmatch(part.strip())
-        if found is None:
-            return _by_numbers(name, parts)
-        unit = found[2]
+        match = _GIVEN.fullmatch(part.strip())
+        if match is None:
+            return None
+        unit = match[2]
         kind = "bandwidth" if unit.endswith("/s") else "flops" if "flops" in unit else "memory"
         if kind in figures:
             return None
         try:
             value = (
-                config.memory_bytes(part) if kind == "memory" else float(found[1]) * _UNITS[unit]
+                config.memory_bytes(part) if kind == "memory" else float(match[1]) * _UNITS[unit]
             )
         except (errors.RecipeError, ValueError):
             return None
@@ -208,16 +208,6 @@ def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
         return None
     memory = int(figures["memory"]) if "memory" in figures else None
     return DeviceBudget(name, "cuda", flops, flops / 8, bandwidth, memory)
-
-
-def _by_numbers(name: str, parts: Sequence[str]) -> DeviceBudget | None:
-    try:
-        flops, bandwidth = map(float, parts)
-    except ValueError:
-        return None
-    if not (0 < flops < math.inf and 0 < bandwidth < math.inf):
-        return None
-    return DeviceBudget(name, "cuda", flops, flops / 8, bandwidth, None)
 
 
 def with_host_memory(device: DeviceBudget, ram_bytes: int, ranks: int) -> DeviceBudget:
@@ -251,7 +241,7 @@ def device_budget(
     elif torch.cuda.is_available():
         # All ranks of a node pin their part of the same memory.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        host = int(psutil.virtual_memory().total * SHARE_OF_HOST_MEMORY) // ranks
+        host = with_host_memory(device, psutil.virtual_memory().total, ranks).host_bytes
     nccl_bytes = _NCCL_BYTES if world_size > 1 and target == "cuda" else 0
     return replace(
         device,

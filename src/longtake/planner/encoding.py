@@ -12,6 +12,7 @@ from longtake.models.codec import Codec, outline_codec
 from longtake.models.components import Components, text_section
 from longtake.models.conditioning import outline_conditioning, picture_sizes
 from longtake.models.text import TextEncoder, outline_text
+from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
@@ -27,15 +28,27 @@ def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
         make_fake(module.eval())
 
 
-def text_trace(
+def encoder_runs(
     mode: CachedFakeMode,
+    recipe: Recipe,
+    codec: Codec,
     text: TextEncoder,
+    bucket: Bucket,
     device: DeviceBudget,
-    pictures: Sequence[tuple[int, int]],
-) -> InferenceTrace:
-    """Trace the encoding of one caption of the greatest length, with pictures (height, width)."""
-    run = partial(text.run_longest, pictures)
-    return trace_inference(mode, text.modules(), run, device)
+) -> dict[str, Callable[[], InferenceTrace]]:
+    """Return functions that trace the encoders of a recipe at work, by phase: `text`, `encode`.
+
+    The encoders must be fake. A text encoder encodes a caption of the greatest length.
+    """
+    chosen = family(recipe.model.family)
+    runs: dict[str, Callable[[], InferenceTrace]] = {}
+    if text.modules():
+        run = partial(text.run_longest, picture_sizes(chosen, recipe, bucket))
+        runs["text"] = partial(trace_inference, mode, text.modules(), run, device)
+    if codec.modules():
+        largest = encoded_bucket(chosen, recipe, bucket)
+        runs["encode"] = partial(clip_trace, mode, codec, largest, encode_clip, device)
+    return runs
 
 
 def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
@@ -43,7 +56,7 @@ def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
     height, width = chosen.inputs.size(bucket)
     taken = chosen.inputs.names(recipe.model)[1]
     has_references = any(name in taken for name in recipe.model_inputs())
-    if not has_references or height * width <= bucket.num_frames * bucket.height * bucket.width:
+    if not has_references or height * width <= bucket.num_pixels:
         return bucket
     return bucket.model_copy(update={"num_frames": 1, "height": height, "width": width})
 
@@ -85,38 +98,31 @@ def decode_video(codec: Codec, bucket: Bucket) -> Tensor:
 
 
 def ahead_bytes(
-    recipe: Recipe,
-    components: Components,
-    bucket: Bucket,
-    micro_batch_size: int,
-    device: DeviceBudget,
+    recipe: Recipe, components: Components, batch: StageBatch, device: DeviceBudget
 ) -> int | None:
     """Return the bytes that a step takes in addition if the next micro-batch is encoded meanwhile.
 
     They are the micro-batch's pixels and results, and the activations of an encoder for one clip or
     caption, as these are encoded one by one. None if an encoder reads values, and cannot be traced.
     """
-    chosen = family(recipe.model.family)
+    bucket, chosen = batch.bucket, family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real
     text = outline_text(text_section(recipe), chosen)
     mode = CachedFakeMode(allow_non_fake_inputs=True)
-    traces: list[InferenceTrace] = []
     with mode:
         make_encoders_fake(codec, text)
+        runs = encoder_runs(mode, recipe, codec, text, bucket, device)
         try:
-            if text.modules():
-                pictures = picture_sizes(chosen, recipe, bucket)
-                traces.append(text_trace(mode, text, device, pictures))
-            if codec.modules():
-                largest = encoded_bucket(chosen, recipe, bucket)
-                traces.append(clip_trace(mode, codec, largest, encode_clip, device))
+            working = max((run().activation_bytes for run in runs.values()), default=0)
         except RuntimeError:
             return None
-    working = max((each.peak_bytes - each.weight_bytes for each in traces), default=0)
     # References that the codec encodes come as pixels, too.
     num_clips = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
-    pixels = 3 * bucket.num_frames * bucket.height * bucket.width
     results = outline_conditioning(components, recipe, bucket)
     latents = torch.empty(latent_shape(components.codec, bucket), device="meta")
-    size = num_clips * pixels + sum(each.nbytes for each in results.values()) + 2 * latents.nbytes
-    return working + micro_batch_size * size
+    size = (
+        num_clips * 3 * bucket.num_pixels
+        + sum(each.nbytes for each in results.values())
+        + 2 * latents.nbytes
+    )
+    return working + batch.micro_batch_size * size

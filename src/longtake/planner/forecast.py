@@ -2,9 +2,9 @@
 
 import logging
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -16,7 +16,7 @@ from longtake import config, errors
 from longtake.formatting import first_line, format_size
 from longtake.models.base import latent_shape
 from longtake.models.components import Components, Kinds, outline
-from longtake.models.conditioning import outline_conditioning, picture_sizes
+from longtake.models.conditioning import outline_conditioning
 from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
 from longtake.models.trainable import lora_layers
@@ -65,12 +65,12 @@ class Forecast:
     step: memory.MetaStep
     static: StaticMemory
     gradients: GradientFlow
-    traces: Mapping[str, StepTrace]
+    traces: Mapping[str, StepTrace] = field(default_factory=dict)
     """Traces by named policy; empty if the step cannot be traced. If nothing fits and weights can
     be streamed, `all+stream` is the least that is possible."""
-    policies: Sequence[PolicyForecast]
-    best: solver.BestOptions | None  # fastest that fits; without a budget, all kept
-    best_policy: PolicyForecast | None
+    policies: Sequence[PolicyForecast] = ()
+    best: solver.BestOptions | None = None  # fastest that fits; without a budget, all kept
+    best_policy: PolicyForecast | None = None
 
     @property
     def precision(self) -> str:
@@ -95,6 +95,11 @@ class Forecast:
         return min(self.policies, key=lambda row: row.step_peak_bytes)
 
     @property
+    def best_or_least(self) -> PolicyForecast | None:
+        """The best policy, or the least demanding one; None if nothing is traced."""
+        return self.best_policy or (self.least if self.policies else None)
+
+    @property
     def chosen(self) -> tuple[Options, StepTrace] | None:
         """The best options, or those of the least demanding policy; None if nothing is traced."""
         if self.best is not None:
@@ -109,8 +114,8 @@ class Forecast:
 
     @property
     def pinned_host_bytes(self) -> int:
-        """Page-locked host memory of a rank under the best policy, or the least demanding one."""
-        row = self.best_policy or (self.least if self.policies else None)
+        """Page-locked host memory of a rank under `best_or_least`."""
+        row = self.best_or_least
         return 0 if row is None else row.host_bytes
 
     @property
@@ -147,14 +152,13 @@ def forecast(
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
-        PlanError: the model cannot run on tensors without values, or its weights alone exceed the
-            budget.
+        PlanError: the model cannot run on tensors without values.
     """
     step = memory.outline_step(recipe, device, world_size, per_node, quantized)
     gradients = check_gradients(step)
+    untraced = Forecast(device, step, memory.static_memory(step), gradients)
     if gradients.fatal:  # torch may fail in such a step
-        return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
-    _refuse_below_weights(step)
+        return untraced
     if kernels is not None:
         # Before the traces, as kernels differ in what they save.
         kernels.choose(step.tracer.attentions)
@@ -164,13 +168,19 @@ def forecast(
         # Nothing depends on the plan here, so that such a model still trains.
         if recipe.recompute.chosen() == "none" and recipe.recompute.memory is None:
             gradients = replace(gradients, traps=[*gradients.traps, _UNPLANNED])
-            return Forecast(device, step, memory.static_memory(step), gradients, {}, [], None, None)
+            return replace(untraced, gradients=gradients)
         raise errors.CannotBePlannedError(
             "\n".join([str(error), *map(str, gradients.traps)])
         ) from error
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
-    best = _best(step, sweep)
+    budget, update = device.budget_bytes, 0
+    if budget is not None:
+        # The solver sees forward and backward pass only, so its budget is what the rest leaves.
+        static = memory.static_memory(step, traces["none"].input_bytes)
+        beside = static.resident - static.elsewhere
+        budget, update = budget - beside, static.update_bytes - beside
+    best = solver.find_best(step.tracer, sweep, budget, update)
     # Nothing fits: show the least that streaming makes possible, too.
     if best is None and step.tracer.subject.weights[:2] == ("keep", "stream"):
         least = activation_checkpointing.options_of("all", step.block_names, "stream")
@@ -179,9 +189,8 @@ def forecast(
     def row(name: str, trace: StepTrace) -> PolicyForecast:
         return memory.policy_forecast(name, trace, step, sweep.overhead(trace))
 
-    return Forecast(
-        device=device,
-        step=step,
+    return replace(
+        untraced,
         static=memory.static_memory(step, traces["none"].input_bytes, traces["none"].weight_bytes),
         gradients=replace(gradients, traps=traps),
         traces=traces,
@@ -284,36 +293,6 @@ def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list
     return [*idle_recompute(no_gradient, saved), *traps]
 
 
-def _best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOptions | None:
-    budget_bytes = step.device.budget_bytes
-    if budget_bytes is None:
-        return solver.find_best(step.tracer, sweep, None)
-    static = memory.static_memory(step, sweep.traces["none"].input_bytes)
-    # The solver sees forward and backward pass only, so its budget is what the rest leaves.
-    beside = static.resident - static.elsewhere
-    return solver.find_best(step.tracer, sweep, budget_bytes - beside, static.update_bytes - beside)
-
-
-def _refuse_below_weights(step: memory.MetaStep) -> None:
-    budget_bytes = step.device.budget_bytes
-    # With the weights streamed or quantised as far as the recipe allows.
-    least_weights = memory.static_memory(step).weights - step.tracer.most_away()
-    if budget_bytes is None or least_weights < budget_bytes:
-        return
-    offered = step.tracer.subject.weights
-    weights: BlockWeights = "stream" if "stream" in offered else offered[0]
-    options = activation_checkpointing.options_of("all", step.block_names, weights)
-    traced = step.tracer.trace(options)
-    least = memory.policy_forecast("all", traced, step).step_peak_bytes
-    raise errors.PlanError(
-        f"The model's weights alone take {format_size(least_weights)}, but the budget for all "
-        f"tensors is {format_size(budget_bytes)}. With every block recomputed this recipe takes "
-        f"{format_size(least)}: it wants a GPU of {format_size(step.device.memory_for(least))} "
-        "(--memory), or a smaller model"
-        + (', or model.dtype = "bf16".' if step.recipe.model.dtype == "fp32" else ".")
-    )
-
-
 @dataclass(frozen=True)
 class ChangedStep:
     """The step of a changed recipe, with blocks run as the forecast chose."""
@@ -365,20 +344,21 @@ class Suggestion:
 
     def __str__(self) -> str:
         settings = " ".join(f"--set '{change}'" for change in self.changes)
-        sizes = {"GPU memory": self.step_peak_bytes, "host RAM": self.host_bytes}
-        lacking = ", ".join(f"{format_size(sizes[each])} of {each}" for each in self.short)
-        result = f"still too much: {lacking}" if self.short else "fits"
-        return f"{self.what}: {result} ({settings})"
+        needed = f"{format_size(self.step_peak_bytes)} of GPU memory"
+        if self.host_bytes:
+            needed += f" and {format_size(self.host_bytes)} of host RAM"
+        result = f"still too much {' and '.join(self.short)}" if self.short else "fits"
+        return f"{self.what}: {needed}, {result} ({settings})"
 
 
 def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ...]:
     """Return the kinds of memory of which a policy needs more than there is."""
-    budget, found = step.device.budget_bytes, list[str]()
+    budget, kinds = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
-        found.append("GPU memory")
+        kinds.append("GPU memory")
     if policy.host_bytes > step.host_room:
-        found.append("host RAM")
-    return tuple(found)
+        kinds.append("host RAM")
+    return tuple(kinds)
 
 
 def suggest_changes(known: Forecast) -> list[Suggestion]:
@@ -386,50 +366,43 @@ def suggest_changes(known: Forecast) -> list[Suggestion]:
 
     If no single change is enough, the last suggestion makes all of them together.
     """
-    tried = [_suggestion(known, what, changes) for what, changes in _possible_changes(known)]
-    least = known.least
-    helping = [
-        each
-        for each in tried
-        if each
-        and (each.step_peak_bytes < least.step_peak_bytes or each.host_bytes < least.host_bytes)
-    ]
+    least, helping = known.least, list[Suggestion]()
+    for what, changes in _possible_changes(known):
+        tried = _suggestion(known, what, changes)
+        if tried and (
+            tried.step_peak_bytes < least.step_peak_bytes or tried.host_bytes < least.host_bytes
+        ):
+            helping.append(tried)
     # Changes that fit come first, then those that need least.
     helping.sort(key=lambda each: (len(each.short), each.step_peak_bytes))
     if len(helping) < 2 or any(suggestion.fits for suggestion in helping):
         return helping
-    together = _suggestion(known, "all of these together", _joined(helping))
+    joined: dict[str, str] = {}
+    for suggestion in helping:
+        keys = [change.partition("=")[0] for change in suggestion.changes]
+        # Of two changes of a key the more helpful wins, which came first. 8-bit states cannot be
+        # offloaded as well.
+        is_offloaded = "optimizer.kind" in keys and "optimizer.offload" in joined
+        if not is_offloaded and joined.keys().isdisjoint(keys):
+            joined |= dict(zip(keys, suggestion.changes, strict=True))
+    together = _suggestion(known, "all of these together", list(joined.values()))
     return [*helping, together] if together else helping
 
 
 def _suggestion(known: Forecast, what: str, changes: Sequence[str]) -> Suggestion | None:
-    found = what_if(known, changes)
-    if found is None:
+    changed = what_if(known, changes)
+    if changed is None:
         return None
-    policy = found.policy
-    short = short_memory(found.step, policy)
+    policy, short = changed.policy, short_memory(changed.step, changed.policy)
     return Suggestion(what, changes, policy.name, policy.step_peak_bytes, policy.host_bytes, short)
-
-
-def _joined(suggestions: Sequence[Suggestion]) -> list[str]:
-    """Join the changes of all suggestions; of two that set the same key, the more helpful wins."""
-    changes: dict[str, str] = {}
-    for suggestion in suggestions:
-        keys = [change.partition("=")[0] for change in suggestion.changes]
-        # Suggestions are sorted, so that the more helpful change of a key came before.
-        is_free = not any(key in changes for key in keys)
-        # 8-bit states cannot be offloaded as well.
-        if is_free and not ("optimizer.kind" in keys and "optimizer.offload" in changes):
-            changes |= dict(zip(keys, suggestion.changes, strict=True))
-    return list(changes.values())
 
 
 def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
     step, recipe = known.step, known.step.recipe
     host_is_short = "host RAM" in short_memory(step, known.least)
-    if step.micro_batch_size > 1:
-        half = step.micro_batch_size // 2
-        if step.micro_batch_size * step.num_micro_batches % half == 0:
+    if step.batch.micro_batch_size > 1:
+        half = step.batch.micro_batch_size // 2
+        if step.batch.micro_batch_size * step.batch.num_micro_batches % half == 0:
             yield f"micro-batches of {half}", [f"training.micro_batch_size={half}"]
     yield from _smaller_clips(recipe.data.buckets)
     if recipe.trainable.base() == "full":
@@ -478,9 +451,7 @@ def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> Enco
     # The step counts the encoders' memory already: see `outline_step`.
     if wanted is True:
         return EncodingAhead(step.encoding_bytes or None, is_chosen=True)
-    more = encoding.ahead_bytes(
-        recipe, step.components, step.bucket, step.micro_batch_size, step.device
-    )
+    more = encoding.ahead_bytes(recipe, step.components, step.batch, step.device)
     if more is None or policy is None or budget is None:
         return EncodingAhead(more, is_chosen=False)
     return EncodingAhead(more, policy.step_peak_bytes + more <= budget)
@@ -520,8 +491,7 @@ class PhaseForecast:
     """Time of one caption, clip or forward pass; for `step`, of all encoding by this process in one
     update; for `sampling`, of all presets on all processes together."""
     fits: bool | None  # None: no budget
-    how: str = ""
-    """Note: for `sampling`, presets and videos at a time; for `model`, "weights streamed"."""
+    how: str = ""  # note of the `InferenceTrace`
 
 
 @dataclass(frozen=True)
@@ -542,9 +512,9 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
     parts, file = step.components, step.recipe.trainable.init_from
     if file is None:
         return None
-    found = read_lora(file, parts.model, parts.family, step.recipe.model.expert)
-    ranks = [each.rank for each in found.values()]
-    return StoredStart(len(found), len(list(lora_layers(parts.model))), max(ranks))
+    layers = read_lora(file, parts.model, parts.family, step.recipe.model.expert)
+    rank = max(layer.rank for layer in layers.values())
+    return StoredStart(len(layers), len(list(lora_layers(parts.model))), rank)
 
 
 def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
@@ -563,45 +533,44 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
     base = step.tracer.subject.weights[0]
     held = [base if options is None else options[name].weights for name in step.block_names]
     mode = fake_tensors.CachedFakeMode(allow_non_fake_inputs=True)
-    found: dict[str, InferenceTrace] = {}
-    how: dict[str, str] = {}
+    traces: dict[str, InferenceTrace] = {}
     with mode:
-        encoding.make_encoders_fake(components.codec, components.text)
+        codec, text, bucket = components.codec, components.text, step.batch.bucket
+        encoding.make_encoders_fake(codec, text)
         make_fake(components.model.eval())
-        for name, trace in _phase_traces(mode, step, components):
+        runs = encoding.encoder_runs(mode, step.recipe, codec, text, bucket, step.device)
+        decode = partial(
+            encoding.clip_trace, mode, codec, work=encoding.decode_video, device=step.device
+        )
+        if codec.modules():
+            runs["decode"] = partial(decode, bucket)
+        for name, run in runs.items():
             with suppress(RuntimeError):
-                found[name] = trace()
+                traces[name] = run()
     with suppress(RuntimeError):
-        found["model"], is_streamed = _model_alone(mode, step, components, held)
-        how["model"] = "weights streamed" if is_streamed else ""
+        traces["model"] = _model_alone(mode, step, components, held)
     with blocks_with(held, blocks, mode) as streamed, mode:
         weight_bytes = trace_inference(
             mode, [components.model], lambda: None, step.device, streamed
         ).weight_bytes
         with suppress(RuntimeError):
-
-            def decoding(bucket: config.Bucket) -> InferenceTrace:
-                work, codec = encoding.decode_video, components.codec
-                return encoding.clip_trace(mode, codec, bucket, work, step.device)
-
-            between = sampling_phase(mode, step, components, decoding, weight_bytes, streamed)
+            between = sampling_phase(mode, step, components, decode, weight_bytes, streamed)
             if between is not None:
-                found["sampling"], how["sampling"] = between.trace, between.how
-    if step.recipe.data.cache is None and (during := _encoding_in_step(step, found, weight_bytes)):
-        found["step"] = during
+                traces["sampling"] = between
+    if step.recipe.data.cache is None and (during := _encoding_in_step(step, traces, weight_bytes)):
+        traces["step"] = during
     budget = step.device.budget_bytes
-    names = ("text", "encode", "step", "model", "decode", "sampling")
-    order = [name for name in names if name in found]
     return [
         PhaseForecast(
             name,
-            found[name].weight_bytes,
-            found[name].peak_bytes,
-            found[name].seconds,
-            None if budget is None else found[name].peak_bytes <= budget,
-            how.get(name, ""),
+            trace.weight_bytes,
+            trace.peak_bytes,
+            trace.seconds,
+            None if budget is None else trace.peak_bytes <= budget,
+            trace.how,
         )
-        for name in order
+        for name in ("text", "encode", "step", "model", "decode", "sampling")
+        if (trace := traces.get(name))
     ]
 
 
@@ -610,8 +579,8 @@ def _model_alone(
     step: memory.MetaStep,
     components: Components,
     held: Sequence[BlockWeights],
-) -> tuple[InferenceTrace, bool]:
-    """Trace a forward pass where only videos are sampled; returns whether weights are streamed.
+) -> InferenceTrace:
+    """Trace a forward pass where only videos are sampled.
 
     They are streamed only if the model does not fit otherwise. Quantised weights are as in
     training.
@@ -631,30 +600,16 @@ def _model_alone(
     whole = trace("keep")
     may_stream = step.device.target == "cuda" and streams_for_sampling(step.recipe)
     if budget is None or whole.peak_bytes <= budget or not may_stream:
-        return whole, False
-    return trace("stream"), True
-
-
-def _phase_traces(
-    mode: fake_tensors.CachedFakeMode, step: memory.MetaStep, components: Components
-) -> Iterator[tuple[str, Callable[[], InferenceTrace]]]:
-    codec, text, device = components.codec, components.text, step.device
-    if text.modules():
-        pictures = picture_sizes(components.family, step.recipe, step.bucket)
-        yield "text", lambda: encoding.text_trace(mode, text, device, pictures)
-    if codec.modules():
-        largest = encoding.encoded_bucket(components.family, step.recipe, step.bucket)
-        trace = partial(encoding.clip_trace, mode, codec)
-        yield "encode", partial(trace, largest, encoding.encode_clip, device)
-        yield "decode", partial(trace, step.bucket, encoding.decode_video, device)
+        return whole
+    return replace(trace("stream"), how="weights streamed")
 
 
 def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
     """Run one forward pass over one video, as sampling in two passes does."""
-    shape = latent_shape(components.codec, step.bucket)
+    shape = latent_shape(components.codec, step.batch.bucket)
     conditioning = {
         name: torch.empty(each.shape, dtype=each.dtype)
-        for name, each in outline_conditioning(components, step.recipe, step.bucket).items()
+        for name, each in outline_conditioning(components, step.recipe, step.batch.bucket).items()
     }
     # bf16 weights compute in bf16 without autocast.
     precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
@@ -663,10 +618,10 @@ def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
 
 
 def _encoding_in_step(
-    step: memory.MetaStep, found: Mapping[str, InferenceTrace], weight_bytes: int
+    step: memory.MetaStep, traces: Mapping[str, InferenceTrace], weight_bytes: int
 ) -> InferenceTrace | None:
     """Trace a training step while codec or text encoder works in it; None without these."""
-    encoders = [found[name] for name in ("text", "encode") if name in found]
+    encoders = [traces[name] for name in ("text", "encode") if name in traces]
     if not encoders:
         return None
     static = memory.static_memory(step, weight_bytes=weight_bytes)
@@ -674,7 +629,9 @@ def _encoding_in_step(
     # Gradients of earlier micro-batches stay while the next one is encoded.
     if step.is_accumulating:
         there += static.gradients
-    more = max(work.peak_bytes - work.weight_bytes for work in encoders)
-    mine = -(-step.micro_batch_size // step.recipe.parallel.context)  # the others', by other ranks
-    num_clips = mine * step.num_micro_batches
+    more = max(work.activation_bytes for work in encoders)
+    mine = -(
+        -step.batch.micro_batch_size // step.recipe.parallel.context
+    )  # the others', by other ranks
+    num_clips = mine * step.batch.num_micro_batches
     return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoders))

@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self
+from functools import partial
+from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -114,7 +114,7 @@ class Provenance(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._own = {id(parameter): 1 << bit for bit, parameter in enumerate(parameters.values())}
-        self._inputs = list(inputs)
+        self._inputs = inputs
         self._position = position
         self._half_base = half_base
         # Weak keys: a record must not keep tensors alive, which would change the traced memory.
@@ -162,15 +162,14 @@ class Provenance(TorchFunctionMode):
         is_cast = name in _CASTS and isinstance(given[0], Tensor) and given[0].dtype in _HALF
         if is_cast and outputs[0].dtype == torch.float32:
             self._casts[outputs[0]] = outputs[0].nbytes
-        upstream = self.of(given)
-        if upstream:
-            own = [tensor for tensor in tensors_in(given) if id(tensor) in self._own]
-            self._record_use(own, given)
+        if upstream := self.of(given):
+            self._record_use(given)
             self._record_cut(func, name, given, outputs)
             for tensor in outputs:
                 self._of[tensor] = upstream
 
-    def _record_use(self, own: Sequence[Tensor], given: list[Any]) -> None:
+    def _record_use(self, given: list[Any]) -> None:
+        own = [tensor for tensor in tensors_in(given) if id(tensor) in self._own]
         for parameter in own:
             bit = self._own[id(parameter)]
             self.used |= bit
@@ -203,48 +202,24 @@ class Provenance(TorchFunctionMode):
 
 
 class GradientWatch:
-    """A context manager that watches the forward and backward pass of one step."""
+    """Observations of the forward and backward pass of one step, made inside of `watching`."""
 
     def __init__(
-        self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor] = ()
+        self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor]
     ) -> None:
-        self._model = model
-        self._inputs = list(inputs)
-        self._reached: set[str] = set()
-        self._position = ForwardPosition(blocks)
-        self._open = ExitStack()
-        self.blocks = dict(blocks)
-        self.parameters: list[str] = []
-        self.regions: list[RecomputeRegion] = []
-        self.needing_gradient: set[str] = set()
-        self.gone_twice = False
-        self.provenance = Provenance({}, [], self._position, half_base=False)
-
-    def __enter__(self) -> Self:
-        parameters = dict(self._model.named_parameters())
+        parameters = dict(model.named_parameters())
         trainable = {name: value for name, value in parameters.items() if value.requires_grad}
         half_base = any(
             value.dtype in _HALF for value in parameters.values() if not value.requires_grad
         )
+        self.blocks = dict(blocks)
         self.parameters = list(trainable)
-        self.provenance = Provenance(trainable, self._inputs, self._position, half_base)
-        with ExitStack() as opening:
-            for handle in self._hooks(trainable):
-                opening.callback(handle.remove)
-            opening.enter_context(checkpoint_is_quiet())
-            opening.enter_context(_regions_reported_to(self))
-            opening.enter_context(self.provenance)
-            # `__exit__` closes it; after an error above it is closed at once.
-            self._open = opening.pop_all()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.close()
+        self.regions: list[RecomputeRegion] = []
+        self.needing_gradient: set[str] = set()
+        self.gone_twice = False
+        self._reached: set[str] = set()
+        self._position = ForwardPosition(blocks)
+        self.provenance = Provenance(trainable, list(inputs), self._position, half_base)
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass, unless the loss carries no gradient.
@@ -273,39 +248,33 @@ class GradientWatch:
     def names(self, parameters: ParameterSet) -> list[str]:
         return [name for bit, name in enumerate(self.parameters) if parameters >> bit & 1]
 
-    def _hooks(self, trainable: Mapping[str, nn.Parameter]) -> Iterator[RemovableHandle]:
-        def recording(name: str) -> Callable[[Tensor], None]:
-            return lambda _: self._reached.add(name)
-
-        for name, parameter in trainable.items():
-            hook: Any = parameter.register_post_accumulate_grad_hook
-            yield hook(recording(name))
+    def register_hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
+        """Hook into the model's parameters and modules; yields the handles."""
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                yield hook(lambda _, name=name: self._reached.add(name))
         blocks = {id(block): name for name, block in self.blocks.items()}
-        for name, module in self._model.named_modules():
+        for name, module in model.named_modules():
             block = blocks.get(id(module))
-            enter, leave = self._entering(block or name or "model", block), self._leaving(block)
-            yield module.register_forward_pre_hook(enter)
+            yield module.register_forward_pre_hook(
+                partial(self._enter, block or name or "model", block)
+            )
             # Recomputation leaves modules by an exception as soon as it has what it needs.
-            yield module.register_forward_hook(leave, always_call=True)
+            yield module.register_forward_hook(partial(self._leave, block), always_call=True)
 
-    def _entering(self, name: str, block: str | None) -> Callable[..., None]:
-        def enter(module: nn.Module, args: Any) -> None:
-            if in_backward():
-                return
-            self._position.modules.append((name, torch.is_grad_enabled()))
-            if block and self._position.regions:
-                self._position.regions[-1].blocks.append(block)
+    def _enter(self, name: str, block: str | None, module: nn.Module, args: Any) -> None:
+        if in_backward():
+            return
+        self._position.modules.append((name, torch.is_grad_enabled()))
+        if block and self._position.regions:
+            self._position.regions[-1].blocks.append(block)
 
-        return enter
-
-    def _leaving(self, block: str | None) -> Callable[..., None]:
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if not in_backward():
-                self._position.modules.pop()
-            if block and any(tensor.requires_grad for tensor in tensors_in(output)):
-                self.needing_gradient.add(block)
-
-        return leave
+    def _leave(self, block: str | None, module: nn.Module, args: Any, output: Any) -> None:
+        if not in_backward():
+            self._position.modules.pop()
+        if block and any(tensor.requires_grad for tensor in tensors_in(output)):
+            self.needing_gradient.add(block)
 
     @contextmanager
     def region(self, reentrant: bool, args: Iterable[Any], by: str = "") -> Iterator[None]:
@@ -329,6 +298,19 @@ class GradientWatch:
             yield
         finally:
             self._position.regions.remove(region)
+
+
+@contextmanager
+def watching(
+    model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor] = ()
+) -> Iterator[GradientWatch]:
+    """Watch the forward and backward pass that run in the context."""
+    watch = GradientWatch(model, blocks, inputs)
+    with ExitStack() as hooks:
+        for handle in watch.register_hooks(model):
+            hooks.callback(handle.remove)
+        with checkpoint_is_quiet(), _regions_reported_to(watch), watch.provenance:
+            yield watch
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, OptimizerSection, Recipe
+from longtake.config import OptimizerSection, Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.training_captions import all_captions
 from longtake.errors import PlanError
@@ -49,17 +49,17 @@ class MetaStep:
     recipe: Recipe
     components: Components  # on the meta device
     tracer: Tracer
-    bucket: Bucket  # clip shape with the most tokens; if it fits, so do the others
-    num_tokens: int  # tokens of one sample that attend to each other, with text and references
     precision: numerics.Precision
-    micro_batch_size: int
-    num_micro_batches: int  # of one process, for one update
-    global_batch_size: int
-    stage: str  # name of the stage with the largest micro-batch, which this step is of
+    batch: StageBatch  # micro-batch with the most tokens of all stages; if it fits, all others do
     stages: tuple[StageBatch, ...]  # largest micro-batch of each stage
     world_size: int  # processes of the launch
     per_node: int  # processes of one node
     encoding_bytes: int = 0  # activations of encoders that run ahead (`training.encode_ahead`)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of one sample that attend to each other, with text and references."""
+        return self.batch.num_tokens // self.batch.micro_batch_size
 
     @property
     def num_shards(self) -> int:
@@ -68,7 +68,7 @@ class MetaStep:
     @property
     def is_accumulating(self) -> bool:
         """True if an update of some stage has several micro-batches."""
-        return any(each.num_micro_batches > 1 for each in self.stages)
+        return any(batch.num_micro_batches > 1 for batch in self.stages)
 
     @property
     def num_copies(self) -> int:
@@ -89,7 +89,7 @@ class MetaStep:
 
     @property
     def gathers_in_bf16(self) -> bool:
-        return _gathers_in_bf16(self.recipe, self.precision)
+        return self.recipe.parallel.param_dtype == self.precision == "bf16"
 
 
 def outline_step(
@@ -119,10 +119,12 @@ def outline_step(
     refuse_idle_ranks(recipe, data_size)
     components = _outline_model(recipe, num_shards, per_node)
     lengths = bucket_tokens(recipe, components)
-    batches = [largest_batch(recipe, each, lengths, data_size) for each in recipe.data.curriculum()]
-    # of micro-batches with equal tokens the one with the longest clips: attention is quadratic
-    largest = max(batches, key=lambda each: (each.num_tokens, lengths[each.bucket]))
-    # every GPU that can be planned for supports bf16
+    batches = [
+        largest_batch(recipe, stage, lengths, data_size) for stage in recipe.data.curriculum()
+    ]
+    # Of micro-batches with equal tokens, the one with the longest clips: attention is quadratic.
+    largest = max(batches, key=lambda batch: (batch.num_tokens, lengths[batch.bucket]))
+    # Every GPU that can be planned for supports bf16.
     precision: numerics.Precision = "bf16"
     if recipe.training.precision != "auto" or device.target != "cuda":
         precision = numerics.choose_precision(recipe.training.precision, torch.device("cpu"))
@@ -135,32 +137,21 @@ def outline_step(
     is_whole = num_shards == 1 and device.target == "cuda"
     subject = replace(
         _make_subject(recipe, components, largest, precision),
-        is_accumulating=any(each.num_micro_batches > 1 for each in batches),
+        is_accumulating=any(batch.num_micro_batches > 1 for batch in batches),
         num_shards=num_shards,
-        gathers_in_bf16=num_shards > 1 and _gathers_in_bf16(recipe, precision),
+        gathers_in_bf16=num_shards > 1 and recipe.parallel.param_dtype == precision == "bf16",
         weights=_offered_weights(recipe, blocks, is_whole, quantized),
         offloads=is_whole,
         host_bytes=max(0, device.host_bytes - pinned),
     )
-    bucket, micro = largest.bucket, largest.micro_batch_size
-    is_ahead = device.target == "cuda" and recipe.training.encode_ahead is True
-    ahead = ahead_bytes(recipe, components, bucket, micro, device) if is_ahead else 0
-    return MetaStep(
-        recipe=recipe,
-        components=components,
-        tracer=Tracer(subject, device),
-        bucket=bucket,
-        num_tokens=lengths[bucket],
-        precision=precision,
-        micro_batch_size=micro,
-        num_micro_batches=largest.num_micro_batches,
-        global_batch_size=largest.global_batch_size,
-        stage=largest.name,
-        stages=tuple(batches),
-        world_size=world_size,
-        per_node=per_node,
-        encoding_bytes=ahead or 0,
+    tracer = Tracer(subject, device)
+    step = MetaStep(
+        recipe, components, tracer, precision, largest, tuple(batches), world_size, per_node
     )
+    if device.target == "cuda" and recipe.training.encode_ahead is True:
+        ahead = ahead_bytes(recipe, components, largest, device)
+        step = replace(step, encoding_bytes=ahead or 0)
+    return step
 
 
 def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components:
@@ -179,10 +170,6 @@ def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components
     return components
 
 
-def _gathers_in_bf16(recipe: Recipe, precision: numerics.Precision) -> bool:
-    return recipe.parallel.param_dtype == "bf16" and precision == "bf16"
-
-
 def quantize_as_given(
     components: Components, recipe: Recipe, quantized: Kinds | None = None
 ) -> None:
@@ -199,9 +186,9 @@ def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
     needed = sum(map(streamed_bytes, blocks))
     if needed > room:
         raise PlanError(
-            f'model.stream = "all" keeps {format_size(needed)} of weights in the computer\'s '
-            f"memory, but a process may take {format_size(max(0, room))} of it. Set "
-            'recompute.host_memory to more if there is more, or model.stream = "auto".'
+            f'model.stream = "all" keeps {format_size(needed)} of weights in host RAM, but a '
+            f"process may take {format_size(max(0, room))} of it. Set recompute.host_memory to "
+            'more if there is more, or model.stream = "auto".'
         )
 
 
@@ -304,7 +291,11 @@ def optimizer_bytes(
         _adamw_step_bytes(adamw, offloaded),
         max((_EIGHT_BIT_STEP_BYTES * parameter.numel() for parameter in eight_bit), default=0),
         _muon_step_bytes(matrices, 2 if precision == "bf16" else 4),
-        max(map(_prodigy_step_bytes, prodigy), default=0),
+        # Prodigy's distance from the first weights, and a gradient that is cast to fp32.
+        max(
+            (4 * p.numel() * (1 if p.grad_dtype == torch.float32 else 2) for p in prodigy),
+            default=0,
+        ),
         4 * sum(p.numel() for p in own),  # temporary tensors of an update by `foreach`
     ]
     on_host = adamw_states if offloaded else 0
@@ -340,11 +331,6 @@ def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
         converted = 0 if width == 4 else 4 * batch[0].numel()
         most = max(most, iterating, (4 + 2 * width) * numbers + converted)
     return most
-
-
-def _prodigy_step_bytes(parameter: Tensor) -> int:
-    """Return the bytes of the distance from the first weights, and of a gradient cast to fp32."""
-    return 4 * parameter.numel() * (1 if parameter.grad_dtype == torch.float32 else 2)
 
 
 def foreach_bytes(model: nn.Module) -> int:

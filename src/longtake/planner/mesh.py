@@ -138,12 +138,6 @@ class Traffic:
     """Bytes of keys, values and their gradients, passed around if more ranks share a clip than
     exchange heads; counted by the trace as well."""
 
-    @property
-    def total(self) -> int:
-        return (
-            self.forward + self.backward + self.scattered + self.reduced + self.tokens + self.passed
-        )
-
 
 def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
     """Count the bytes that the ranks of a step send each other.
@@ -156,7 +150,7 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
     exchanging = heads if heads > 1 else sharing  # then only after the last block
     shards = RankGroup(step.num_shards, min(step.num_shards, step.per_node))
     copies = RankGroup(step.num_copies, max(1, step.per_node // step.num_shards))
-    units, times = fsdp_units(step), step.num_micro_batches
+    units, times = fsdp_units(step), step.batch.num_micro_batches
 
     def gets_gradient(unit: FsdpUnit) -> bool:
         return unit.block is None or trace.blocks[unit.block].backward is not None
@@ -309,35 +303,31 @@ def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links
     """Return the timeline of a step whose compute was traced, over these links."""
     units = fsdp_units(step)
 
-    def timing(block: str | None) -> BlockTiming:
+    def timing(block: str | None, forward: float, backward: float) -> BlockTiming:
         mine = [unit for unit in units if unit.block == block]
         weights, gradients = sum(u.weights for u in mine), sum(u.gradients for u in mine)
         shards, copies = traffic.shards, traffic.copies
         reduced = 2 * copies.ring_bytes(gradients // shards.size)
         return BlockTiming(
-            forward=0.0,
-            backward=0.0,
+            forward,
+            backward,
             gather=shards.seconds(shards.ring_bytes(weights), links),
             scatter=shards.seconds(shards.ring_bytes(gradients), links),
             reduce=copies.seconds(reduced, links),
         )
 
     blocks = [
-        replace(
-            timing(name),
-            forward=block.forward.seconds,
-            backward=block.backward.seconds if block.backward else 0.0,
-        )
+        timing(name, block.forward.seconds, block.backward.seconds if block.backward else 0.0)
         for name, block in trace.blocks.items()
     ]
     outside = trace.seconds - sum(each.forward + each.backward for each in blocks)
     waits = traffic.heads.seconds(traffic.tokens, links)
-    times, rings = step.num_micro_batches, traffic.rings
+    times, rings = step.batch.num_micro_batches, traffic.rings
     # A rank attends to each received block but the last while the next one arrives.
     beside = trace.attention_seconds * (rings.size - 1) / rings.size
     return StepTimeline(
         blocks=blocks,
-        rest=replace(timing(None), forward=outside),
+        rest=timing(None, outside, 0.0),
         num_micro_batches=times,
         waits=waits / times,
         ring_waits=max(0.0, rings.seconds(traffic.passed, links) / times - beside),
@@ -379,7 +369,7 @@ class MeshForecast:
     compute_seconds: float
     step_seconds: float
     idle_share: float  # share of a batch's places that stay empty, since it does not divide
-    advice: Sequence[MeshAdvice]
+    advice: Sequence[MeshAdvice] = ()
     """Changes that shorten a step, best first; empty if little time is exposed."""
 
     @property
@@ -396,10 +386,20 @@ def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
     if known.step.world_size == 1 or known.chosen is None:
         return None
     _, trace = known.chosen
-    found = without_advice(known.step, trace, links)
-    if found.exposed_share < MUCH_EXPOSED:
-        return found
-    return replace(found, advice=_advice(known, found))
+    plain = without_advice(known.step, trace, links)
+    if plain.exposed_share < MUCH_EXPOSED:
+        return plain
+    helping = []
+    for changes in _possible_changes(known.step):
+        changed = what_if(known, changes)
+        if changed is None:
+            continue
+        seconds = without_advice(changed.step, changed.trace, links).step_seconds
+        if seconds < plain.step_seconds:
+            policy = changed.policy
+            helping.append(MeshAdvice(changes, seconds, policy.step_peak_bytes, policy.fits))
+    helping.sort(key=lambda advice: (advice.fits is False, advice.step_seconds))
+    return replace(plain, advice=helping)
 
 
 def idle_share(batch_size: int, data_size: int) -> float:
@@ -424,7 +424,7 @@ def without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForeca
         cost("tokens", traffic.tokens, traffic.heads, "waits"),
         cost("keys and values", traffic.passed, traffic.rings, "ring_waits"),
     ]
-    batch, sharing = step.global_batch_size, step.recipe.parallel.context
+    batch, sharing = step.batch.global_batch_size, step.recipe.parallel.context
     return MeshForecast(
         links=links,
         num_shards=step.num_shards,
@@ -433,37 +433,20 @@ def without_advice(step: MetaStep, trace: StepTrace, links: Links) -> MeshForeca
         compute_seconds=line.compute_seconds(),
         step_seconds=whole,
         idle_share=idle_share(batch, step.world_size // sharing),
-        advice=(),
     )
 
 
-def _advice(known: Forecast, found: MeshForecast) -> list[MeshAdvice]:
-    helping = []
-    for changes in _possible_changes(known.step):
-        changed = what_if(known, changes)
-        if changed is None:
-            continue
-        seconds = without_advice(changed.step, changed.trace, found.links).step_seconds
-        if seconds < found.step_seconds:
-            policy = changed.policy
-            helping.append(MeshAdvice(changes, seconds, policy.step_peak_bytes, policy.fits))
-    return sorted(helping, key=lambda advice: (advice.fits is False, advice.step_seconds))
-
-
 def _possible_changes(step: MetaStep) -> Iterator[list[str]]:
-    section = step.recipe.parallel
-    if section.strategy == "shard" and step.world_size > step.per_node:
-        yield ["parallel.strategy=hybrid"]
-    is_fp32 = any(p.itemsize == 4 for p in step.components.model.parameters())
-    if (
-        step.num_shards > 1
-        and section.param_dtype == "fp32"
-        and step.precision == "bf16"
-        and is_fp32
-    ):
-        yield ["parallel.param_dtype=bf16"]
-        if section.strategy == "shard" and step.world_size > step.per_node:
-            yield ["parallel.strategy=hybrid", "parallel.param_dtype=bf16"]
-    if step.num_micro_batches > 1:
+    section, model = step.recipe.parallel, step.components.model
+    hybrid, in_bf16 = ["parallel.strategy=hybrid"], ["parallel.param_dtype=bf16"]
+    may_be_hybrid = section.strategy == "shard" and step.world_size > step.per_node
+    if may_be_hybrid:
+        yield hybrid
+    is_rounded = section.param_dtype == "fp32" and step.precision == "bf16"
+    if step.num_shards > 1 and is_rounded and any(p.itemsize == 4 for p in model.parameters()):
+        yield in_bf16
+        if may_be_hybrid:
+            yield [*hybrid, *in_bf16]
+    if step.batch.num_micro_batches > 1:
         # With fewer micro-batches, weights are gathered less often.
-        yield [f"training.micro_batch_size={2 * step.micro_batch_size}"]
+        yield [f"training.micro_batch_size={2 * step.batch.micro_batch_size}"]

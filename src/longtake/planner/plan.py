@@ -35,6 +35,7 @@ from longtake.planner.forecast import (
 from longtake.planner.memory import MetaStep, outline_step, policy_forecast, static_memory
 from longtake.planner.record import KEEP, MemoryPlan, Options, PolicyForecast
 from longtake.planner.trace import StepTrace
+from longtake.planner.traps import Trap
 from longtake.run_dir import RunDirectory
 from longtake.trust import training_classes
 
@@ -74,7 +75,10 @@ def plan_for_training(
     kept = None
     if world.is_first:
         # A new driver or library may refuse a kernel, which changes the memory of attention.
-        kept = _read_plan(run, _plan_key(recipe, precision, world, free_bytes))
+        record = fsio.read_json(run.plan_path)
+        if record.get("key") == _plan_key(recipe, precision, world, free_bytes):
+            with suppress(ValidationError):
+                kept = TypeAdapter(TrainingPlan).validate_python(record.get("plan"))
         if kept is not None and kept.attention is not None:
             again = attention_check.choose_kernels(kept.attention.cases, world.device)
             kept = kept if again == kept.attention else None
@@ -179,22 +183,22 @@ def _try_to_plan(
                 quantized=quantized,
                 kernels=kernels,
             )
-            return _best_plan(known)
+            known.gradients.refuse_fatal()
+            if known.best is None:
+                raise does_not_fit(known)
+            return _plan(
+                known.step,
+                "best",
+                known.best.options,
+                known.gradients.traps,
+                known.best_policy,
+                known.best.traced,
+                known.policies,
+            )
         step = outline_step(recipe, device, world.size, per_node, quantized)
         return _named_plan(step, kernels)
     except LongtakeError as error:
         return error
-
-
-def _best_plan(known: Forecast) -> TrainingPlan:
-    known.gradients.refuse_fatal()
-    if known.best is None:
-        raise does_not_fit(known)
-    notes = [str(trap) for trap in known.gradients.traps]
-    found = _plan(
-        known.step, "best", known.best.options, notes, known.best_policy, known.best.traced
-    )
-    return replace(found, compared=tuple(known.policies))
 
 
 def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> TrainingPlan:
@@ -210,10 +214,9 @@ def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -
     gradients.refuse_fatal()
     if kernels is not None:
         kernels.choose(step.tracer.attentions)
-    notes = [str(trap) for trap in gradients.traps]
     # Nothing is recomputed and nothing limited, so that no trace is needed.
     if policy == "none" and step.device.memory_bytes is None:
-        return _plan(step, policy, options, notes)
+        return _plan(step, policy, options, gradients.traps)
     traces = {"none": step.tracer.trace({}), policy: step.tracer.trace(options)}
     memory = policy_forecast(policy, traces[policy], step)
     if memory.fits is False:
@@ -221,22 +224,22 @@ def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -
             step.recipe, step.device, world_size=step.world_size, per_node=step.per_node
         )
         raise does_not_fit(known)
-    notes += [str(trap) for trap in policy_traps(step, traces)]
-    compared = tuple(
+    compared = [
         policy_forecast(name, trace, step, trace.seconds / traces["none"].seconds - 1)
         for name, trace in traces.items()
-    )
-    found = _plan(step, policy, options, notes, memory, traces[policy])
-    return replace(found, compared=compared)
+    ]
+    traps = [*gradients.traps, *policy_traps(step, traces)]
+    return _plan(step, policy, options, traps, memory, traces[policy], compared)
 
 
 def _plan(
     step: MetaStep,
     policy: str,
     options: Options,
-    notes: Sequence[str],
+    notes: Sequence[Trap | str],
     memory: PolicyForecast | None = None,
     trace: StepTrace | None = None,
+    compared: Sequence[PolicyForecast] = (),
 ) -> TrainingPlan:
     ahead = encoding_ahead(step, memory)
     fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
@@ -245,10 +248,11 @@ def _plan(
         options=options,
         memory=memory,
         activation_bytes=None if trace is None else trace.peak_bytes - trace.weight_bytes,
-        bucket=step.bucket,
-        notes=notes,
+        bucket=step.batch.bucket,
+        notes=[str(note) for note in notes],
         budget_bytes=None if trace is None else step.device.budget_bytes,
         encodes_ahead=ahead is not None and ahead.is_chosen,
+        compared=tuple(compared),
         fixed=fixed,
     )
 
@@ -293,16 +297,6 @@ def keep_plan(
         plan_as_json = TypeAdapter(TrainingPlan).dump_python(plan, mode="json")
         with suppress(OSError):  # the next launch plans again
             fsio.write_json(run.plan_path, {"key": key, "plan": plan_as_json})
-
-
-def _read_plan(run: RunDirectory, key: str) -> TrainingPlan | None:
-    kept = fsio.read_json(run.plan_path)
-    if kept.get("key") != key:
-        return None
-    try:
-        return TypeAdapter(TrainingPlan).validate_python(kept.get("plan"))
-    except ValidationError:
-        return None
 
 
 def _plan_key(

@@ -107,6 +107,17 @@ class StaticMemory:
     encoding: fsio.Count  # activations of encoders that work one micro-batch ahead
     pinned_beside: fsio.Count  # page-locked host memory beside weights and activations
 
+    def parts(self) -> dict[str, int]:
+        """Return the bytes of the parts that a user sees, by their names in `FIXED_WORDS`."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer.device,
+            "ema": self.ema,
+            "encoders": self.encoders,
+            "inputs": self.inputs,
+        }
+
     @property
     def resident(self) -> int:
         ahead = self.inputs_ahead + self.encoding

@@ -67,7 +67,7 @@ class PlanReport:
     @property
     def short(self) -> tuple[str, ...]:
         """Return the kinds of memory of which even the least demanding policy has too little."""
-        row = self.known.best_policy or (self.known.least if self.known.policies else None)
+        row = self.known.best_or_least
         return () if row is None else short_memory(self.known.step, row)
 
     @property
@@ -148,6 +148,6 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
             ema_decay=inside.ema.decay if not inside.ema.profiles else None,
             shift=inside.flow.shift,
             caption_dropout=inside.data.caption_dropout,
-            is_planned=batch.name == known.step.stage,
+            is_planned=batch.name == known.step.batch.name,
         )
         first, is_known = end, is_known and length is not None

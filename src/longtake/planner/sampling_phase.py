@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -31,14 +30,6 @@ from longtake.sampling.sampler import (
 _SIGMAS = (1.0, 0.5, 0.0)
 
 
-@dataclass(frozen=True)
-class SamplingPhase:
-    """Sampling of presets between training steps: memory of one process, and time of all."""
-
-    trace: InferenceTrace
-    how: str  # videos at a time, and the strategy, in words
-
-
 def sampling_phase(
     mode: CachedFakeMode,
     step: MetaStep,
@@ -46,12 +37,12 @@ def sampling_phase(
     decoding_of: Callable[[Bucket], InferenceTrace],
     weight_bytes: int,
     streamed: Mapping[nn.Module, int],
-) -> SamplingPhase | None:
+) -> InferenceTrace | None:
     """Trace one phase of sampling; None if nothing is sampled during training.
 
     Weights, optimizer states and averages stay on the device, as do encoders without a cache;
-    gradients are freed. The strategy is the first that fits in the order of `MemoryFallback`, or
-    else the last.
+    gradients are freed. The peak is that of one process, the time that of all of them. The strategy
+    is the first that fits in the order of `MemoryFallback`, or else the last.
 
     Args:
         mode: fake mode that is active, in which the model's weights are held as in training.
@@ -80,7 +71,7 @@ def sampling_phase(
         share = -(-len(preset.requests()) // (step.world_size // recipe.parallel.context))
         strategy, denoising = _denoising(mode, step, components, preset, share, budget, streamed)
         decoding = decoding_of(preset.bucket)
-        activations = [_activations(denoising), codec_bytes + _activations(decoding)]
+        activations = denoising.activation_bytes, codec_bytes + decoding.activation_bytes
         peak = max(peak, there + max(activations))
         count = _at_once(strategy, preset, share)
         solver = preset.settings.solver
@@ -95,11 +86,7 @@ def sampling_phase(
         how.append(
             f"the {components.experts.other}-noise expert serves its sigmas, copied by block"
         )
-    return SamplingPhase(InferenceTrace(there, peak, seconds), "; ".join(how))
-
-
-def _activations(trace: InferenceTrace) -> int:
-    return trace.peak_bytes - trace.weight_bytes
+    return InferenceTrace(there, peak, seconds, "; ".join(how))
 
 
 def _at_once(strategy: MemoryStrategy, preset: Preset, share: int) -> int:
@@ -124,7 +111,7 @@ def _denoising(
             _denoise(step, components, preset, count, two_passes=two_passes)
 
         trace = trace_inference(mode, [components.model], run, step.device, streamed)
-        if budget is None or _activations(trace) <= budget:
+        if budget is None or trace.activation_bytes <= budget:
             return strategy, trace
         try:
             is_guided = _scale(components, preset) > 1

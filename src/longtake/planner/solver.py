@@ -16,12 +16,21 @@ import numpy as np
 from longtake.models.streamed import NUM_BUFFERS
 from longtake.parallel.transfer import pinned_bytes
 from longtake.planner import activation_checkpointing
-from longtake.planner.block_weights import Floats, WeightCosts, buffer_bytes, link_seconds
+from longtake.planner.block_weights import (
+    Floats,
+    WeightCosts,
+    buffer_bytes,
+    link_seconds,
+    weight_costs,
+)
 from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights, Options
 from longtake.planner.trace import BlockTrace, StepTrace, Tracer
 
 _GIB = 2**30
-_TIME_LIMIT_SECONDS = 10.0
+_MOST_NODES = 2000
+"""Nodes of the search tree, about 8 seconds. Unlike a time limit, which only bounds the worst case,
+it makes a plan independent of what else runs on the computer."""
+_TIME_LIMIT_SECONDS = 120.0
 _GAP = 1e-3
 """Largest relative distance of a solution's time from the optimum."""
 _MOST_TRIES = 5
@@ -138,7 +147,8 @@ def costs_of(
         offloads: if the inputs of recomputed blocks may be offloaded; this needs no trace, since
             a recomputed block saves only its inputs.
     """
-    by = _activation_costs(traces, offloads=offloads)
+    kept = _activation_costs(traces, offloads=offloads)
+    names = [option.activations for option in kept.options]
 
     def wide(values: Floats) -> Floats:
         """Repeat values that depend on activations alone: [blocks, options]."""
@@ -146,54 +156,33 @@ def costs_of(
 
     def tall(values: Sequence[Floats]) -> Floats:
         """Tile values that depend on weights alone: [blocks, options]."""
-        return np.tile(np.stack(values, axis=1), (1, len(by.names)))
+        return np.tile(np.stack(values, axis=1), (1, len(names)))
 
-    kept, has_backward = traces["keep"], by.has_backward
     # A recomputed block dequantises its weights twice in the backward pass: forward, then backward.
     made, work = tall([each.seconds for each in weights]), tall([each.work for each in weights])
-    again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in by.names]])
-    return BlockCosts(
-        names=tuple(kept.blocks),
-        saved=wide(by.saved),
-        forward=wide(by.forward) + work,
-        backward=wide(np.where(has_backward, by.backward, 0)) + work * has_backward,
-        forward_seconds=wide(by.seconds[..., 0]) + made,
-        backward_seconds=wide(by.seconds[..., 1]) + made * has_backward * (1 + wide(again)),
-        at_forward=by.at_forward,
-        at_backward=by.at_backward,
-        at_loss=kept.loss_span.peak_bytes - by.saved_by_all,
-        least_peak=float(kept.front_peak_bytes),
-        other_seconds=kept.seconds - kept.link_seconds - float(by.seconds[:, 0].sum()),
+    again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in names]])
+    has_backward = np.isfinite(kept.at_backward)[:, None]
+    return replace(
+        kept,
+        saved=wide(kept.saved),
+        forward=wide(kept.forward) + work,
+        backward=wide(kept.backward) + work * has_backward,
+        forward_seconds=wide(kept.forward_seconds) + made,
+        backward_seconds=wide(kept.backward_seconds) + made * has_backward * (1 + wide(again)),
         away=tall([each.away for each in weights]),
         streamed=tall([each.streamed for each in weights]),
-        offloaded=wide(by.offloaded),
-        pinned=wide(by.pinned),
-        options=tuple(BlockOption(name, each.name) for name in by.names for each in weights),
+        offloaded=wide(kept.offloaded),
+        pinned=wide(kept.pinned),
+        options=tuple(BlockOption(name, each.name) for name in names for each in weights),
         link=link,
     )
 
 
-@dataclass(frozen=True)
-class _ActivationCosts:
-    """Costs of each block by its choice of activations: [blocks, choices] or [blocks], in bytes."""
+def _activation_costs(traces: Mapping[Activations, StepTrace], *, offloads: bool) -> BlockCosts:
+    """Read costs by activations off traces, subtracting what other blocks have saved by then.
 
-    names: tuple[Activations, ...]  # names of the choices
-    saved: Floats
-    forward: Floats  # as in `BlockCosts`, like all other fields
-    backward: Floats
-    seconds: Floats  # [blocks, choices, 2] for forward and backward pass
-    at_forward: Floats
-    at_backward: Floats
-    has_backward: Floats  # [blocks, 1] 0 where no gradient passes
-    offloaded: Floats
-    pinned: Floats
-    saved_by_all: float  # bytes that all blocks save together, if all are kept
-
-
-def _activation_costs(
-    traces: Mapping[Activations, StepTrace], *, offloads: bool
-) -> _ActivationCosts:
-    """Read the costs of blocks off traces, subtracting what other blocks have saved by then."""
+    The weights of all blocks are kept.
+    """
     if offloads:
         traces = {**traces, "offload-input": traces["recompute"]}
 
@@ -218,8 +207,6 @@ def _activation_costs(
     backward = backward - so_far - before - np.where(has_backward, at_backward[:, None], 0)
     forward = read(lambda block: block.forward.peak_bytes)
     forward = forward - at_forward[:, None] - (so_far - saved) - before
-    forward_seconds = read(lambda block: block.forward.seconds)
-    backward_seconds = read(lambda block: block.backward.seconds if block.backward else 0.0)
     saved_by_all = float(so_far[-1, 0])
     if offloads:
         inputs = np.maximum(0, saved[:, -1])
@@ -227,18 +214,26 @@ def _activation_costs(
         pinned[:, -1] = [pinned_bytes(int(size)) for size in inputs]
         saved[:, -1] -= inputs
         backward[:, -1] += inputs  # copied back before the recomputation
-    return _ActivationCosts(
-        names=tuple(traces),
+    kept, forward_seconds = traces["keep"], read(lambda block: block.forward.seconds)
+    backward_seconds = read(lambda block: block.backward.seconds if block.backward else 0.0)
+    in_blocks = float(np.stack([forward_seconds, backward_seconds], axis=-1)[:, 0].sum())
+    return BlockCosts(
+        names=tuple(kept.blocks),
         saved=saved,
         forward=forward,
-        backward=backward,
-        seconds=np.stack([forward_seconds, backward_seconds], axis=-1),
+        backward=np.where(has_backward, backward, 0),
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
         at_forward=at_forward,
         at_backward=at_backward,
-        has_backward=has_backward,
+        at_loss=kept.loss_span.peak_bytes - saved_by_all,
+        least_peak=float(kept.front_peak_bytes),
+        other_seconds=kept.seconds - kept.link_seconds - in_blocks,
+        away=np.zeros_like(saved),
+        streamed=np.zeros_like(saved),
         offloaded=offloaded,
         pinned=pinned,
-        saved_by_all=saved_by_all,
+        options=tuple(map(BlockOption, traces)),
     )
 
 
@@ -285,7 +280,11 @@ def fastest(
         integrality=np.concatenate([np.ones(size), np.zeros(num_waits + 1)]),
         bounds=Bounds(0, most),
         constraints=constraints,
-        options={"time_limit": _TIME_LIMIT_SECONDS, "mip_rel_gap": _GAP},
+        options={
+            "node_limit": _MOST_NODES,
+            "time_limit": _TIME_LIMIT_SECONDS,
+            "mip_rel_gap": _GAP,
+        },
     )
     if found.x is None:
         return None
@@ -398,7 +397,8 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
     }
     if subject.offloads:
         of_activations["offload"] = tracer.trace(dict.fromkeys(names, BlockOption("offload")))
-    weights = [tracer.weight_costs(name) for name in subject.weights]
+    blocks = list(subject.blocks.values())
+    weights = [weight_costs(name, blocks, tracer.device) for name in subject.weights]
     costs = costs_of(of_activations, weights, tracer.device.link, offloads=subject.offloads)
     return PolicySweep(traces, costs, plain["none"].weight_bytes)
 

@@ -7,7 +7,7 @@ would in a real run.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
@@ -21,17 +21,10 @@ from longtake.models.streamed import NUM_BUFFERS
 from longtake.parallel.attention_trial import AttentionCase, case_of
 from longtake.planner import activation_checkpointing, kernels
 from longtake.planner.activation_offload import ActivationOffload
-from longtake.planner.block_weights import (
-    Floats,
-    WeightCosts,
-    buffer_bytes,
-    layers_with,
-    link_seconds,
-    weight_costs,
-)
+from longtake.planner.block_weights import Floats, blocks_with, buffer_bytes, link_seconds
 from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, Target, rounded
 from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
-from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet
+from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet, watching
 from longtake.planner.record import KEEP, BlockWeights, Options
 
 # An operation takes as long as its arithmetic or its memory traffic, whichever is longer: a
@@ -110,8 +103,6 @@ class StepTrace:
     front_peak_bytes: int  # peak before the first block
     loss_span: Span  # from the end of the last block's forward pass to the first backward pass
     seconds: float  # with `link_seconds`
-    reached: tuple[str, ...]  # names of trainable parameters that got a gradient
-    unreached: tuple[str, ...]  # names of trainable parameters that got none
     sent_bytes: int = 0  # sent to ranks that share a clip's tokens, all-to-all
     ring_bytes: int = 0  # sent around a ring while attention is computed
     attention_seconds: float = 0.0  # included in `seconds`
@@ -126,6 +117,12 @@ class InferenceTrace:
     weight_bytes: int
     peak_bytes: int  # with weights
     seconds: float
+    how: str = ""
+    """Note: for `sampling`, presets and videos at a time; for `model`, "weights streamed"."""
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.peak_bytes - self.weight_bytes
 
 
 class Tracer:
@@ -137,36 +134,22 @@ class Tracer:
         self.attentions: dict[AttentionCase, None] = {}
         """Distinct attentions that `watch_gradients` has seen."""
         self._fake = CachedFakeMode()
-        self._weights: dict[BlockWeights, WeightCosts] = {}
         with self._fake:
             make_fake(subject.model)
 
-    def weight_costs(self, name: BlockWeights) -> WeightCosts:
-        if name not in self._weights:
-            blocks = list(self.subject.blocks.values())
-            self._weights[name] = weight_costs(name, blocks, self.device)
-        return self._weights[name]
-
-    def most_away(self) -> int:
-        """Return the most bytes that streaming or quantising all blocks frees on the device."""
-        offered = [self.weight_costs(name).away for name in self.subject.weights]
-        return int(np.max(offered, axis=0).sum())
-
     def trace(self, options: Options) -> StepTrace:
-        # Gradients of the last trace would be counted in the next one.
-        dropped = self._gradients_dropped()
-        with self._weights_as(options), self._fake, dropped, checkpoint_is_quiet():
-            return self._trace(options)
-
-    @contextmanager
-    def _weights_as(self, options: Options) -> Iterator[None]:
-        """Stream or quantise the weights of the model's blocks, until the block ends."""
-        with ExitStack() as changed:
-            for name, block in self.subject.blocks.items():
-                weights = options.get(name, KEEP).weights
-                if weights != "keep":
-                    changed.enter_context(layers_with(weights, block, self._fake))
-            yield
+        """Trace the step with blocks that run by these options."""
+        blocks = self.subject.blocks
+        weights = [options.get(name, KEEP).weights for name in blocks]
+        with (
+            blocks_with(weights, list(blocks.values()), self._fake) as streamed,
+            self._fake,
+            # Gradients of the last trace would be counted in the next one.
+            self._gradients_dropped(),
+            checkpoint_is_quiet(),
+        ):
+            sizes = [float(streamed.get(block, 0)) for block in blocks.values()]
+            return self._trace(options, np.array(sizes))
 
     def watch_gradients(self) -> GradientWatch:
         """Run one step with every block kept, and watch for gradients that do not arrive."""
@@ -178,7 +161,7 @@ class Tracer:
             leaves: list[Any] = torch.utils._pytree.tree_leaves(
                 vars(inputs) if hasattr(inputs, "__dict__") else inputs
             )
-            with GradientWatch(subject.model, subject.blocks, tensors(leaves)) as watch:
+            with watching(subject.model, subject.blocks, tensors(leaves)) as watch:
                 watch.backward(subject.loss(inputs))
         return watch
 
@@ -198,10 +181,10 @@ class Tracer:
             for parameter in self.subject.model.parameters():
                 parameter.grad = None
 
-    def _trace(self, options: Options) -> StepTrace:
+    def _trace(self, options: Options, streamed: Floats) -> StepTrace:
+        """Trace the step; `streamed` are the bytes of each block's weights in host memory."""
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
-        streamed = self._streamed(options)
         tracker.hold_streamed(streamed)
         weight_bytes = tracker.current_bytes
         if subject.gathers_in_bf16:
@@ -228,13 +211,8 @@ class Tracer:
                 reducer.reduce()
             del loss
             tracker.mark("end")
-        trace = _step_trace(tracker, weight_bytes, input_bytes, subject, reducer, offloaded)
+        trace = _step_trace(tracker, weight_bytes, input_bytes, subject, offloaded)
         return _with_link(trace, streamed, self.device.link)
-
-    def _streamed(self, options: Options) -> Floats:
-        """[blocks] Return bytes of weights that are in host memory."""
-        chosen = [options.get(name, KEEP).weights for name in self.subject.blocks]
-        return self.weight_costs("stream").streamed * [each == "stream" for each in chosen]
 
     def _call(
         self,
@@ -257,12 +235,10 @@ class Tracer:
             tracker.mark(f"before {name}")
 
             def run(block: nn.Module, *args: Any) -> Any:
+                called: tuple[Any, ...] = (block, *args)
                 if activations in activation_checkpointing.RECOMPUTED and on_cpu:
-                    output = activation_checkpointing.run_block(
-                        activations, *kernels.with_random_state(block), *args
-                    )
-                else:
-                    output = activation_checkpointing.run_block(activations, block, *args)
+                    called = (*kernels.with_random_state(block), *args)
+                output = activation_checkpointing.run_block(activations, *called)
                 # The gradient of a block's output is there: the block's backward pass begins.
                 for tensor in tensors(output):
                     if tensor.requires_grad:
@@ -494,7 +470,6 @@ class _GradientReducer:
         self._whole: list[Tensor] = []
         self._shards: list[Tensor] = []
         self._input: Tensor | None = None
-        self.reached: set[Tensor] = set()  # with gradients that were reduced
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
@@ -511,7 +486,6 @@ class _GradientReducer:
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
-        self.reached.add(parameter)
         if self._subject.gathers_in_bf16 and gradient.dtype == torch.float32:
             shape = gradient.shape
             del gradient
@@ -532,10 +506,8 @@ class _GradientReducer:
         self._shards.append(torch.empty(shard, dtype=torch.float32))
 
 
-@contextmanager
-def _kernels_of(target: Target) -> Iterator[None]:
-    with kernels.as_on_cuda() if target == "cuda" else nullcontext():
-        yield
+def _kernels_of(target: Target) -> AbstractContextManager[None]:
+    return kernels.as_on_cuda() if target == "cuda" else nullcontext()
 
 
 def _step_trace(
@@ -543,17 +515,22 @@ def _step_trace(
     weight_bytes: int,
     input_bytes: int,
     subject: Subject,
-    reducer: _GradientReducer,
     offloaded: Mapping[str, tuple[int, int]],
 ) -> StepTrace:
     """Compute a step's trace from the marks, each of which ends a span."""
     spans = tracker.marks
     # Reversed, so that the first mark of each name counts.
     ends = {name: index for index, (name, _) in reversed(list(enumerate(spans)))}
-    _refuse_other_order([name for name, _ in spans], subject)
+    # A block's bytes are read at the next one, so all have to run once each, in order.
+    ran = [name.removeprefix("before ") for name, _ in spans if name.startswith("before ")]
+    if ran != list(subject.blocks):
+        odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])
+        raise CannotBePlannedError(
+            f"The model cannot be planned: its blocks do not run once each in their order; {odd} "
+            f'runs {ran.count(odd)} times. To train it unplanned, set recompute.policy = "none" '
+            "and leave recompute.memory out."
+        )
     loss_at, first_block = ends["loss"], ends[f"before {next(iter(subject.blocks))}"] + 1
-    trained = [(name, p) for name, p in subject.model.named_parameters() if p.requires_grad]
-    reached = {p for _, p in trained if p.grad is not None} | reducer.reached
     return StepTrace(
         weight_bytes=weight_bytes,
         input_bytes=input_bytes,
@@ -564,8 +541,6 @@ def _step_trace(
         front_peak_bytes=_joined([span for _, span in spans[:first_block]]).peak_bytes,
         loss_span=_joined([span for _, span in spans[loss_at : loss_at + 2]]),
         seconds=sum(span.seconds for _, span in spans),
-        reached=tuple(name for name, parameter in trained if parameter in reached),
-        unreached=tuple(name for name, parameter in trained if parameter not in reached),
         sent_bytes=tracker.sent_bytes,
         ring_bytes=tracker.ring_bytes,
         attention_seconds=tracker.attention_seconds,
@@ -585,18 +560,6 @@ def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
         link_seconds=waits,
         seconds=trace.seconds + waits,
     )
-
-
-def _refuse_other_order(marks: Sequence[str], subject: Subject) -> None:
-    """Refuse blocks that do not run once each, in order: a block's bytes are read at the next."""
-    ran = [mark.removeprefix("before ") for mark in marks if mark.startswith("before ")]
-    if ran != list(subject.blocks):
-        odd = next((name for name in subject.blocks if ran.count(name) != 1), ran[0])
-        raise CannotBePlannedError(
-            f"The model cannot be planned: its blocks do not run once each in their order; {odd} "
-            f'runs {ran.count(odd)} times. To train it unplanned, set recompute.policy = "none" '
-            "and leave recompute.memory out."
-        )
 
 
 def _block_trace(

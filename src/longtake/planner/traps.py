@@ -52,17 +52,18 @@ def flow_traps(watch: GradientWatch) -> list[Trap]:
         for region in watch.regions
         if region.reentrant and not region.carries_grad and region.inside & unreached
     ]
-    found = [*_dead_regions(watch, dead, unreached), *_regions_of_everything(watch, dead)]
+    traps = [_dead_regions(watch, dead, unreached)] if dead else []
+    traps += _regions_of_everything(watch, dead)
     # Behind a dead region, later ones would look idle as well.
-    found += [] if dead else _idle_regions(watch)
-    # All other findings would follow from it.
+    traps += [] if dead else _idle_regions(watch)
+    # All other traps would follow from it.
     if watch.gone_twice:
-        return [*found, _gone_twice(watch)]
-    found += _demands(watch, dead, unreached)
+        return [*traps, _gone_twice(watch)]
+    traps += _demands(watch, dead, unreached)
     # Parameters are removed once a trap explains them, so that the next detector need not.
     unreached &= ~_union(region.inside | region.hidden for region in dead)
     unreached &= ~_union(demand.upstream for demand in watch.provenance.demands)
-    return [*found, *_cut_off(watch, unreached), *_left_over(watch, unreached), *_copies(watch)]
+    return [*traps, *_cut_off(watch, unreached), *_left_over(watch, unreached), *_copies(watch)]
 
 
 def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -> list[Trap]:
@@ -110,51 +111,44 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
 
 def _dead_regions(
     watch: GradientWatch, dead: Sequence[RecomputeRegion], unreached: ParameterSet
-) -> Iterator[Trap]:
-    """Yield one trap for all dead regions, since each makes the next one dead."""
-    if not dead:
-        return
-    first = dead[0]
-    others = [_name(region) for region in dead if _name(region) != _name(first)]
+) -> Trap:
+    """Make one trap of all dead regions, since each makes the next one dead."""
+    first, name = dead[0], _name(dead[0])
+    kind = f"reentrant recompute region{f' of {first.by}' if first.by else ''}"
+    # Blocks before the first region; none if something trainable lies before it.
+    frozen = list(watch.blocks)
+    is_first_trained = not first.upstream and first.blocks and first.blocks[0] in watch.blocks
+    frozen = frozen[: frozen.index(first.blocks[0])] if is_first_trained else []
+    if first.hidden:
+        opening = (
+            f"{name} runs in a {kind}, and what carries gradient is handed to "
+            "it inside a dict, list or dataclass, where such a region does not look"
+        )
+    elif _holds_everything(watch, first):
+        opening = (
+            f"One {kind} in {first.where} holds all blocks that train "
+            f"({_listed(first.blocks)}), and no tensor that it is handed carries gradient"
+        )
+    elif frozen:
+        opening = (
+            f"{_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen, so that no tensor "
+            f"handed on to {name} carries gradient, and {name} runs in a {kind}"
+        )
+    else:
+        because = "" if first.upstream else ": data and frozen layers give none"
+        opening = (
+            f"{name} runs in a {kind}, and no tensor that it is handed carries gradient{because}"
+        )
+    others = [_name(region) for region in dead if _name(region) != name]
     untrained = _union((region.inside | region.hidden) & unreached for region in dead)
     also = f", nor does anything in {_listed(others)}" if others else ""
-    yield Trap(
-        _name(first),
-        f"{_opening(watch, first)}. So nothing in it gets a gradient{also}. Untrained: "
+    return Trap(
+        name,
+        f"{opening}. So nothing in it gets a gradient{also}. Untrained: "
         f"{_parameters(watch, untrained)}.",
         f"{_NON_REENTRANT}{_OR_DIRECTLY if first.hidden else ''}.",
         stops=True,
     )
-
-
-def _opening(watch: GradientWatch, region: RecomputeRegion) -> str:
-    name, frozen = _name(region), _frozen_before(watch, region)
-    kind = f"reentrant recompute region{f' of {region.by}' if region.by else ''}"
-    if region.hidden:
-        return (
-            f"{name} runs in a {kind}, and what carries gradient is handed to "
-            "it inside a dict, list or dataclass, where such a region does not look"
-        )
-    if _holds_everything(watch, region):
-        return (
-            f"One {kind} in {region.where} holds all blocks that train "
-            f"({_listed(region.blocks)}), and no tensor that it is handed carries gradient"
-        )
-    if frozen:
-        return (
-            f"{_listed(frozen)} {'is' if len(frozen) == 1 else 'are'} frozen, so that no tensor "
-            f"handed on to {name} carries gradient, and {name} runs in a {kind}"
-        )
-    because = "" if region.upstream else ": data and frozen layers give none"
-    return f"{name} runs in a {kind}, and no tensor that it is handed carries gradient{because}"
-
-
-def _frozen_before(watch: GradientWatch, region: RecomputeRegion) -> list[str]:
-    """Return the blocks before a region; empty if something trainable lies before it."""
-    if region.upstream or not region.blocks or region.blocks[0] not in watch.blocks:
-        return []
-    names = list(watch.blocks)
-    return names[: names.index(region.blocks[0])]
 
 
 def _regions_of_everything(watch: GradientWatch, dead: Sequence[RecomputeRegion]) -> Iterator[Trap]:
@@ -220,12 +214,25 @@ def _demands(
     harmful = [demand.where for demand in demands if demand.upstream & unreached]
     if harmful:
         untrained = _union(demand.upstream for demand in demands) & unreached
+        causes = [
+            *(
+                f"the reentrant region of {_name(region)} (use_reentrant=False)."
+                for region in dead
+                if region.inside & untrained
+            ),
+            *(
+                f"the {_means(cut)} in {cut.where}."
+                for cut in watch.provenance.cuts
+                if cut.parameters & untrained
+            ),
+            "a detach(), torch.no_grad() or a reentrant region.",
+        ]
         yield Trap(
             harmful[0],
             f"{says.format(_listed(harmful))} torch's error goes away, but gradient ends at that "
             "tensor and never gets to what made it. Untrained: "
             f"{_parameters(watch, untrained)}.",
-            f"Remove it, and mend what stopped gradient before: {_cause(watch, dead, untrained)}",
+            f"Remove it, and mend what stopped gradient before: {causes[0]}",
             stops=True,
         )
     idle = [demand.where for demand in demands if not demand.upstream]
@@ -238,16 +245,6 @@ def _demands(
             "Remove it. Only reentrant recompute needs it: use_reentrant=False.",
             stops=False,
         )
-
-
-def _cause(watch: GradientWatch, dead: Sequence[RecomputeRegion], untrained: ParameterSet) -> str:
-    for region in dead:
-        if region.inside & untrained:
-            return f"the reentrant region of {_name(region)} (use_reentrant=False)."
-    for cut in watch.provenance.cuts:
-        if cut.parameters & untrained:
-            return f"the {_means(cut)} in {cut.where}."
-    return "a detach(), torch.no_grad() or a reentrant region."
 
 
 def _cut_off(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
@@ -292,25 +289,18 @@ def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
         for is_whole in (True, False):
             chosen = [group for group in groups if (group not in alive) == is_whole]
             names = [name for name in watch.names(parameters) if group_of(name) in chosen]
-            if names:
-                yield _unused(watch, chosen, names, reason, is_whole)
-
-
-def _unused(
-    watch: GradientWatch, groups: Sequence[str], names: Sequence[str], reason: str, is_whole: bool
-) -> Trap:
-    if is_whole:
-        trap = f"No parameter of {_listed(groups)} gets a gradient: {reason}. "
-        fix = _MEANT_TO_TRAIN.format("use them, or what they compute, in the forward pass")
-    else:
-        trap = f"Some parameters of {_listed(groups)} get no gradient: {reason}. "
-        fix = (
-            "Some models are built so: a last block may drop one of its streams. Then nothing is "
-            "lost but the optimizer's memory; freeze them to save that."
-        )
-    return Trap(
-        groups[0], f"{trap}Untrained: {_parameters(watch, _set(watch, names))}.", fix, is_whole
-    )
+            if not names:
+                continue
+            trap = f"Some parameters of {_listed(chosen)} get no gradient: {reason}. "
+            fix = (
+                "Some models are built so: a last block may drop one of its streams. Then nothing "
+                "is lost but the optimizer's memory; freeze them to save that."
+            )
+            if is_whole:
+                trap = f"No parameter of {_listed(chosen)} gets a gradient: {reason}. "
+                fix = _MEANT_TO_TRAIN.format("use them, or what they compute, in the forward pass")
+            untrained = f"Untrained: {_parameters(watch, _set(watch, names))}."
+            yield Trap(chosen[0], trap + untrained, fix, is_whole)
 
 
 def _copies(watch: GradientWatch) -> Iterator[Trap]:

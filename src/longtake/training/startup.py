@@ -107,7 +107,7 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
     blocks = ", ".join(f"{count} {option}" for option, count in plan.per_block().items())
     limit = "" if plan.budget_bytes is None else f" of {format_size(plan.budget_bytes)}"
     in_host = plan.memory.host_bytes
-    host = f", {format_size(in_host)} in the computer's memory" if in_host else ""
+    host = f", {format_size(in_host)} in host RAM" if in_host else ""
     session.console.print(
         f"  memory: recompute policy {plan.policy} ({blocks}), "
         f"{format_size(plan.memory.step_peak_bytes)}{limit} predicted{host}",

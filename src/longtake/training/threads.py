@@ -164,7 +164,7 @@ class CpuThreads:
         bucket, begun = batch.bucket, time.perf_counter()
         yield
         # Where operations are unknown, pixels stand for them: only ratios of times are compared.
-        pixels = bucket.num_frames * bucket.height * bucket.width
+        pixels = bucket.num_pixels
         work = self._sample_flops.get(bucket, pixels) * len(batch.seeds)
         self.choice = self._tuner.step_done(time.perf_counter() - begun, work)
 
