@@ -1,21 +1,20 @@
-"""The batch file for Slurm, and a job of a private Slurm on two hosts of this machine."""
+"""The batch file for Slurm, and how it goes on after each end of its steps."""
 
+import os
 import shlex
+import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cluster import private_slurm
-from tests.cluster.hosts import hosts, why_not
-from tests.cluster.private_slurm import SlurmJob, SlurmNotStartedError
+from tests.build import wait_until
 
 from longtake import config
 from longtake.cluster.options import LaunchOptions
 from longtake.cluster.slurm import BatchJob, SlurmOptions
 from longtake.errors import LongtakeError
-from longtake.faults.sandbox import SHORT_RECIPE, TrainingSite
 
 
 @pytest.fixture
@@ -152,26 +151,82 @@ def test_options_of_the_verb_are_passed_on(job: BatchJob) -> None:
     assert "--trust" not in job.script()
 
 
-@pytest.mark.drill
-@pytest.mark.slow
-def test_a_job_that_cannot_succeed_is_not_requeued(shapes_catalog: Path, tmp_path: Path) -> None:
-    """The preflight says what is wrong, before anything is trained; names may hold spaces."""
-    if reason := why_not() or private_slurm.why_not():
-        pytest.skip(reason)
-    site = TrainingSite(tmp_path / "a place")
-    site.folder.mkdir()
-    site.write_recipe(SHORT_RECIPE.replace("data/catalog.parquet", str(shapes_catalog)))
-    options = ("--nodes", "2", "--nproc-per-node", "1", "--set", "data.catalog=not here.parquet")
-    try:
-        with (
-            hosts(2, tmp_path) as cluster,
-            private_slurm.private_slurm(cluster, tmp_path / "slurm") as slurm,
-            SlurmJob(site.folder, slurm, options) as job,
-        ):
-            code, facts, output = job.wait(), job.facts(), job.output
-    except SlurmNotStartedError as error:
-        pytest.skip(str(error))
-    assert (code, facts["JobState"], facts["Restarts"]) == (2, "FAILED", "0")
-    assert "not here.parquet" in output
-    assert "The nodes are not fit for this run" in output
-    assert not site.run.exists()
+_PROGRAMS = {
+    # The step: the preflight or a launcher. It notes the command that it is given.
+    "srun": """echo "${@: -1} $*" | grep --only-matching 'preflight\\|launch' >> called
+code=$(sed -n "$(wc --lines < called)p" codes)
+[ "$code" = wait ] || exit "$code"
+trap 'exit 75' USR1
+touch waiting
+while true; do sleep 0.01; done""",
+    "scontrol": """[ "$1" = show ] && echo node0 || echo "$*" >> called""",
+}
+
+
+def _start(job: BatchJob, folder: Path, *codes: object) -> "subprocess.Popen[str]":
+    """Start the batch file with programs in the place of Slurm's; `codes` are those of steps."""
+    for name, text in _PROGRAMS.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+    (folder / "called").write_text("")
+    (job.run_path / "slurm").mkdir(parents=True, exist_ok=True)
+    script = job.script().replace("sleep 60", "true")
+    names = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[0-1]"}
+    env = {**os.environ, **names, "PATH": f"{folder}:{os.environ['PATH']}"}
+    command = ["bash", "-c", script]
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def _called(folder: Path) -> list[str]:
+    return (folder / "called").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("codes", "called", "code", "told"),
+    [
+        ((1,), ["preflight"], 2, "The nodes are not fit for this run (exit code 1"),
+        ((0, 0), ["preflight", "launch"], 0, "exit code 0"),
+        ((0, 2), ["preflight", "launch"], 2, "A restart would end the same way"),
+        ((0, 130), ["preflight", "launch"], 130, "It was stopped. Resume it by: sbatch"),
+        ((0, 143), ["preflight", "launch"], 143, "It was stopped. Resume it by: sbatch"),
+        ((0, 75), ["preflight", "launch", "requeue 7"], 75, "It resumes as soon as"),
+        ((0, 137), ["preflight", "launch", "requeue 7"], 137, "It resumes as soon as"),
+    ],
+)
+def test_a_job_is_requeued_if_a_restart_can_help(
+    job: BatchJob, tmp_path: Path, codes: tuple[int, ...], called: list[str], code: int, told: str
+) -> None:
+    with _start(job, tmp_path, *codes) as process:
+        output, _ = process.communicate(timeout=120)
+    assert (_called(tmp_path), process.returncode) == (called, code)
+    assert told in output
+
+
+def test_starts_in_a_row_without_a_checkpoint_end_a_job(job: BatchJob, tmp_path: Path) -> None:
+    requeued = []
+    for saves in (False, False, True, False, False, False, False):
+        with _start(job, tmp_path, 0, "wait") as process:
+            wait_until(lambda: (tmp_path / "waiting").exists())
+            (tmp_path / "waiting").unlink()
+            if saves:
+                (job.run_path / "checkpoints" / "step_8").mkdir(parents=True)
+            process.send_signal(signal.SIGUSR1)
+            process.communicate(timeout=120)
+        requeued.append("requeue 7" in _called(tmp_path))
+    assert requeued == [True] * 6 + [False]
+
+
+@pytest.mark.parametrize(
+    ("codes", "called"),
+    [(("wait",), ["preflight"]), ((0, "wait"), ["preflight", "launch"])],
+)
+def test_a_signal_before_the_limit_is_passed_on_and_the_job_requeued(
+    job: BatchJob, tmp_path: Path, codes: tuple[object, ...], called: list[str]
+) -> None:
+    """Late in a preflight, nothing is launched any more."""
+    with _start(job, tmp_path, *codes) as process:
+        wait_until(lambda: (tmp_path / "waiting").exists())
+        process.send_signal(signal.SIGUSR1)
+        process.communicate(timeout=120)
+    assert (_called(tmp_path), process.returncode) == ([*called, "requeue 7"], 75)
