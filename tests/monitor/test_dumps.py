@@ -15,11 +15,11 @@ from tests.monitor.build import make_dump, make_process, make_thread
 from longtake import stacks
 from longtake.fsio import write_once
 from longtake.heartbeat import read_heartbeats
+from longtake.monitor.coordinator import dump_process_tree
 from longtake.monitor.dumps import (
     EarlyRounds,
     ProcessTrace,
     dump_node,
-    dump_tree,
     prune_dumps,
     prune_requests,
     traces,
@@ -43,9 +43,11 @@ heart.set_phase("forward")
 
 
 def _dump(folder: Path, rounds: int = 1, **wanted: Any) -> NodeDump:
-    given = {"rounds": rounds, "round_seconds": 0.3, "native": False, **wanted}
-    reason = given.pop("reason", "stall")
-    return dump_node(folder, "here", "stall_x_00000001_0", reason, **given)
+    given = {"round_seconds": 0.3, "native": False, "reason": "stall", **wanted}
+    seconds, early = given.pop("round_seconds"), given.pop("early", ())
+    names = {"token": "stall_x_00000001_0", "time": "", "by": "here"}
+    request: Any = {**names, "rounds": rounds, **given}
+    return dump_node(folder, "here", request, seconds, early)
 
 
 def _by_pid(dump: NodeDump) -> dict[int, ProcessDump]:
@@ -185,7 +187,7 @@ def test_a_process_and_what_it_has_started(stage: Any) -> None:
     rank = stage.rank("sleeps", 2, child=("sleep", "600"))
 
     def find() -> dict[int, ProcessDump] | None:  # it says that it beats before it sleeps
-        dump = dump_tree(rank, "here", rounds=1, round_seconds=0.1, native=False)
+        [dump] = dump_process_tree(rank, native=False).dumps()
         found = _by_pid(dump)
         return found if _innermost(found[rank]) == ("beating.py", "sleeps") else None
 

@@ -339,10 +339,10 @@ OPEN_FILES: Mapping[str, str] = {
 _OPEN_LIMIT = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 
 
-def open_files(pids: Sequence[int], proc: Path = Path("/proc")) -> Numbers:
+def open_files(pids: Sequence[int]) -> Numbers:
     """Return open files and limit of the process nearest to its limit; empty: unknown."""
     found: list[tuple[int, int]] = []
-    for folder in (proc / str(pid) for pid in pids):
+    for folder in (Path(f"/proc/{pid}") for pid in pids):
         with suppress(OSError):
             if limit := _OPEN_LIMIT.search(read_text(folder / "limits") or ""):
                 found.append((len(list((folder / "fd").iterdir())), int(limit[1])))

@@ -222,7 +222,7 @@ def wait_for_dumps(
 
 
 def read_dumps(
-    disk: reporting.RunDirThread, token: str, seconds: float | None = None
+    disk: reporting.RunDirThread, token: str
 ) -> tuple[list[node_dir.NodeDump], list[str]]:
     """Read the nodes' dumps one after the other until time is up.
 
@@ -232,10 +232,10 @@ def read_dumps(
     run, found = disk.node.run, list[node_dir.NodeDump]()
     interner, begun = dumps.StackInterner(), time.monotonic()
     try:
-        nodes = disk.ask(lambda: _nodes_with_dump(run, token), seconds or _READ_SECONDS)
+        nodes = disk.ask(lambda: _nodes_with_dump(run, token), _READ_SECONDS)
     except OSError:
         return [], []
-    limit = _READ_SECONDS + _READ_SECONDS_PER_NODE * len(nodes) if seconds is None else seconds
+    limit = _READ_SECONDS + _READ_SECONDS_PER_NODE * len(nodes)
     for number, node in enumerate(nodes):
         left, unread = begun + limit - time.monotonic(), [each.host for each in nodes[number:]]
         if left <= 0:
@@ -421,14 +421,7 @@ class DumpService:
             is_own = request["by"] == target.host
             early = self._early.take(request["stall"]["pid"] if is_own else None)
         dump = dumps.dump_node(
-            target.folder,
-            target.host,
-            token,
-            request["reason"],
-            rounds=request["rounds"],
-            round_seconds=target.settings.round_seconds,
-            native=request["native"],
-            early=early,
+            target.folder, target.host, request, target.settings.round_seconds, early
         )
         copies = target.node.flight_path(token)
         try:
@@ -572,15 +565,8 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
             "Name a run directory, or a process with --pid."
         )
     here, folder = node_dir.this_node(run).host, heartbeat_dir(run.path)
-    token = f"asked_{file_time()}_{re.sub('[^0-9A-Za-z-]', '-', here)}"
-    request: node_dir.DumpRequest = {
-        "token": token,
-        "time": now(),
-        "by": here,
-        "reason": "asked",
-        "rounds": _ASKED_ROUNDS,
-        "native": native,
-    }
+    request = _ask(here, native=native)
+    token = request["token"]
     silent: list[str] = []
     with suppress(OSError):  # the disk is full or not ours; this node can be dumped nevertheless
         before, since = node_dir.node_heartbeats(run), time.monotonic()
@@ -592,15 +578,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
     nodes, own = _nodes_with_dump(run, token), None
     is_here = any(each.is_alive for each in read_heartbeats(folder))
     if is_here and here not in (node.host for node in nodes):
-        own = dumps.dump_node(
-            folder,
-            here,
-            token,
-            "asked",
-            rounds=_ASKED_ROUNDS,
-            round_seconds=_ASKED_ROUND_SECONDS,
-            native=native,
-        )
+        own = dumps.dump_node(folder, here, request, _ASKED_ROUND_SECONDS)
         silent = [host for host in silent if host != here]
     if not (nodes or own or silent):
         raise RunError(
@@ -631,10 +609,19 @@ def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
             f"Process {pid} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: its "
             f"stacks can be read by its user or by root (sudo longtake stacks --pid {pid})."
         )
-    own = dumps.dump_tree(
-        pid, here, rounds=_ASKED_ROUNDS, round_seconds=_ASKED_ROUND_SECONDS, native=native
-    )
-    return RunDumps(own=own)
+    find, request = partial(dumps.process_tree, pid), _ask(here, native=native)
+    return RunDumps(own=dumps.dump_processes(find, here, request, _ASKED_ROUND_SECONDS))
+
+
+def _ask(host: str, *, native: bool) -> node_dir.DumpRequest:
+    return {
+        "token": f"asked_{file_time()}_{re.sub('[^0-9A-Za-z-]', '-', host)}",
+        "time": now(),
+        "by": host,
+        "reason": "asked",
+        "rounds": _ASKED_ROUNDS,
+        "native": native,
+    }
 
 
 def _user(number: int) -> str:

@@ -13,18 +13,24 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from longtake import fsio, stacks
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
-from longtake.node_dir import NodeDirectory, NodeDump, ProcessDump, Round, requests_path
+from longtake.node_dir import (
+    DumpRequest,
+    NodeDirectory,
+    NodeDump,
+    ProcessDump,
+    Round,
+    requests_path,
+)
 from longtake.process import read_stat
 from longtake.run_dir import RunDirectory
 from longtake.stacks import Stack, descendants, native_stack, parents, python_stack
 
 ProcessRole = Literal["rank", "decode", "agent", "helper"]
 DumpReason = Literal["stall", "asked"]
-_ROLES = ("rank", "decode", "agent", "helper")
 _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _OBSERVERS = ("longtake.monitor", "longtake watch", "longtake stacks", "py-spy")
 _NATIVE_SECONDS = {"stall": 1.8, "asked": 6.0}  # for all processes of a node together
@@ -121,29 +127,20 @@ def _rank_above(pid: int, of_pid: Mapping[int, Heartbeat], known: Mapping[int, i
 def dump_node(
     folder: Path,
     host: str,
-    token: str,
-    reason: DumpReason,
-    *,
-    rounds: int,
+    request: DumpRequest,
     round_seconds: float,
-    native: bool,
     early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
-    """Dump all processes of a run on this node in several rounds.
+    """Dump all processes of a run on this node in several rounds; see `dump_processes`.
 
     Args:
         folder: the run's heartbeat folder.
         host: name of this node.
-        token: token of the request.
-        reason: reason of the request.
-        rounds: number of rounds, including the early ones.
+        request: the request for the dump.
         round_seconds: interval between two rounds.
-        native: also read C calls after the last round, which pauses processes.
         early: first rounds, collected by `EarlyRounds` before the request.
     """
-    dump = _dump(
-        lambda: processes_of_run(folder), host, token, reason, rounds, round_seconds, native, early
-    )
+    dump = dump_processes(lambda: processes_of_run(folder), host, request, round_seconds, early)
     heartbeats = read_heartbeats(folder)
     ranks = [each for each in heartbeats if each.role == "rank"]
     ranks = [each for each in ranks if each.is_alive] or ranks
@@ -152,32 +149,34 @@ def dump_node(
     return {**dump, "missing": [each.as_dict() for each in missing]}
 
 
-def dump_tree(pid: int, host: str, *, rounds: int, round_seconds: float, native: bool) -> NodeDump:
-    """Dump a process and all its descendants in several rounds; see `dump_node`."""
-    return _dump(lambda: process_tree(pid), host, "", "asked", rounds, round_seconds, native)
-
-
-def _dump(
+def dump_processes(
     find: Callable[[], Sequence[RunProcess]],
     host: str,
-    token: str,
-    reason: DumpReason,
-    rounds: int,
+    request: DumpRequest,
     round_seconds: float,
-    native: bool,
     early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
+    """Dump the processes that `find` returns in each round.
+
+    If the request wants it, C calls are read after the last round, which pauses processes.
+    """
     begun = early[0][0] if early else time.monotonic()
     seen: list[Round] = [{**found, "seconds": round(at - begun, 3)} for at, found in early]
-    for number in range(len(seen), rounds):
+    for number in range(len(seen), request["rounds"]):
         time.sleep(max(0.0, begun + number * round_seconds - time.monotonic()))
         at = time.monotonic() - begun
         seen.append(_dump_round(find(), at))
-    if native:
-        _add_native_calls(host, seen, reason)
-    return NodeDump(
-        token=token, time=fsio.now(), host=host, reason=reason, launch="", rounds=seen, missing=[]
-    )
+    if request["native"]:
+        _add_native_calls(host, seen, request["reason"])
+    return {
+        "token": request["token"],
+        "time": fsio.now(),
+        "host": host,
+        "reason": request["reason"],
+        "launch": "",
+        "rounds": seen,
+        "missing": [],
+    }
 
 
 class EarlyRounds:
@@ -437,7 +436,7 @@ def group_processes(dumps: Iterable[NodeDump]) -> dict[str, Any]:
             key = trace.role, command, halted, trace.stack
             alike.setdefault(key, _ProcessGroup()).add(trace)
     groups = [each.as_dict(key) for key, each in alike.items()]
-    groups.sort(key=lambda each: (_ROLES.index(each["role"]), -each["count"]))
+    groups.sort(key=lambda each: (get_args(ProcessRole).index(each["role"]), -each["count"]))
     return {"launch": launch, "hosts": hosts, "groups": groups, "missing": missing}
 
 
@@ -509,8 +508,8 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
         fsio.remove_tree(node.flight_path(token))
 
 
-def prune_requests(run: RunDirectory, launch: str, seconds: float = _REQUEST_SECONDS) -> None:
-    """Remove requests that are more than `seconds` older than the newest one, by file times.
+def prune_requests(run: RunDirectory, launch: str) -> None:
+    """Remove requests that are more than a day older than the newest one, by file times.
 
     Stalls of the current launch stay, so that the next stall at the same step gets another token.
     """
@@ -519,7 +518,7 @@ def prune_requests(run: RunDirectory, launch: str, seconds: float = _REQUEST_SEC
         return
     times = {path: _modified(path) for path in folder.glob("[!.]*.json")}
     newest = max(times.values(), default=0.0)
-    for path in (path for path, at in times.items() if newest - at > seconds):
+    for path in (path for path, at in times.items() if newest - at > _REQUEST_SECONDS):
         stall = fsio.read_json(path).get("stall") or {}
         if not launch or stall.get("launch") != launch:
             path.unlink(missing_ok=True)
