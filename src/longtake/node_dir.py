@@ -347,7 +347,13 @@ def state(run: RunDirectory) -> RunState:
     taken for alive while the run's files are younger than the lease's `seconds`, so clocks of the
     machines that differ by about a minute can give a wrong answer.
     """
-    holder, silent = lease.newest(run.lease_path), _silent_seconds(run)
+    beats = (node.heartbeat_path for node in all_nodes(run))
+    times = []
+    for path in (run.metrics_path, run.events_path, *run.lease_path.glob("*.json"), *beats):
+        with suppress(OSError):
+            times.append(path.stat().st_mtime)
+    silent = max(0.0, time.time() - max(times)) if times else None
+    holder = lease.newest(run.lease_path)
     is_fresh = silent is not None and silent <= (holder["seconds"] if holder else _FRESH_SECONDS)
     if holder is None:  # a mirror, or a run that nobody has begun to train
         ended = _how_it_ended(run)
@@ -366,16 +372,6 @@ def _how_it_ended(run: RunDirectory) -> StateKind:
     if found is None or found["event"] == "launched" or found["event"] == "resumed":
         return "dead"
     return found["event"]
-
-
-def _silent_seconds(run: RunDirectory) -> float | None:
-    beats = (node.heartbeat_path for node in all_nodes(run))
-    paths = [run.metrics_path, run.events_path, *run.lease_path.glob("*.json"), *beats]
-    times = []
-    for path in paths:
-        with suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(0.0, time.time() - max(times)) if times else None
 
 
 def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:

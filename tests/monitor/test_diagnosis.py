@@ -50,6 +50,10 @@ def _still(*processes: ProcessDump, host: str = "gpu07", missing: Any = ()) -> N
     return make_dump(processes, processes, processes, host=host, missing=missing)
 
 
+def _worker(pid: int, rank: int, phase: str = "decode", **changes: Any) -> ProcessDump:
+    return make_process(pid, rank, _READ, phase, role="decode", **changes)
+
+
 def _judge(
     *dumps: NodeDump,
     alarm: ProcessDump | None = None,
@@ -72,10 +76,10 @@ def test_a_frozen_decoding_process_is_named_and_not_the_ranks_that_wait_for_it()
     dump = _still(
         make_process(10, 0, _COLLECTIVE, "forward"),
         starved,
-        make_process(20, 1, _READ, "decode", role="decode", seconds=0.4, clip="fresh"),
-        make_process(21, 1, _READ, "decode", role="decode", seconds=13.996, clip="frozen"),
-        make_process(22, 0, _READ, "decode", role="decode", seconds=90.0, clip="of-rank-0"),
-        make_process(23, 1, _READ, "idle", role="decode", seconds=99.0),
+        _worker(20, 1, seconds=0.4, clip="fresh"),
+        _worker(21, 1, seconds=13.996, clip="frozen"),
+        _worker(22, 0, seconds=90.0, clip="of-rank-0"),
+        _worker(23, 1, "idle", seconds=99.0),
     )
     verdict = _judge(dump, alarm=starved)
     assert verdict.kind == "stuck"
@@ -105,13 +109,11 @@ def test_an_idle_decoding_process_that_holds_its_rank_up_is_named(
 ) -> None:
     """It says that it is idle until it has read its next item from the pipe."""
     starved = make_process(11, 1, _DATA, "data")
-    held_up = make_process(
-        21, 1, _READ, "idle", role="decode", seconds=14.0, state=state, given=given
-    )
+    held_up = _worker(21, 1, "idle", seconds=14.0, state=state, given=given)
     others = [
         make_process(10, 0, _COLLECTIVE, "forward"),
-        make_process(20, 0, _READ, "idle", role="decode", state="T"),  # whose rank has its data
-        make_process(22, 1, _READ, "idle", role="decode"),
+        _worker(20, 0, "idle", state="T"),  # whose rank has its data
+        _worker(22, 1, "idle"),
     ]
     verdict = _judge(_still(starved, held_up, *others), alarm=starved)
     assert [each.pid for each in verdict.suspects] == [21]
@@ -120,7 +122,7 @@ def test_an_idle_decoding_process_that_holds_its_rank_up_is_named(
 
 
 def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves() -> None:
-    frozen = make_process(21, 1, _READ, "decode", role="decode", seconds=14.0, clip="frozen")
+    frozen = _worker(21, 1, seconds=14.0, clip="frozen")
     moving = [
         [
             make_process(10 + rank, rank, [("f", "/m.py", at), *_BASE], "forward", done=at)
@@ -154,7 +156,7 @@ def test_a_stopped_process_is_named_before_all_others() -> None:
         dump = _still(
             make_process(10, 0, _SLEEP, "forward"),
             make_process(11, 1, _COLLECTIVE, "collective", state="T" if role == "rank" else "S"),
-            make_process(12, 1, _READ, "decode", role="decode", state="t", clip="c"),
+            _worker(12, 1, state="t", clip="c"),
         )
         first = _judge(dump).suspects[0]
         assert (first.role, first.rank) == (role, 1)
@@ -381,7 +383,7 @@ def test_an_alarm_of_a_process_that_died_holds_for_ranks_only() -> None:
         make_process(10, 0, _COLLECTIVE, "forward"),
         make_process(11, 1, _SLEEP, "backward"),
     )
-    worker = make_process(21, 1, _READ, "decode", role="decode", clip="c")
+    worker = _worker(21, 1, clip="c")
     for alarm, kind in ((died, "lost"), (worker, "cleared")):
         found = _judge(
             make_dump([waits, alarm], [waits], missing=[alarm["heartbeat"]]), alarm=alarm
@@ -393,7 +395,7 @@ def test_an_alarm_of_a_process_that_died_holds_for_ranks_only() -> None:
 def test_a_decode_worker_s_alarm_has_the_runs_step() -> None:
     """Itself it counts windows; at another clip it has moved on."""
     waits = make_process(10, 0, _DATA, "data", world=1)
-    worker = make_process(21, 0, _READ, "decode", role="decode", seconds=14.0, clip="c")
+    worker = _worker(21, 0, seconds=14.0, clip="c")
     alarm = _with(worker, step=7)
     assert _judge(_still(waits, worker), alarm=alarm).kind == "stuck"
     assert _judge(_still(waits, _with(worker, detail="d")), alarm=alarm).kind == "cleared"
@@ -406,38 +408,26 @@ _QUALIFIED = ("Condition.wait", f"{_LIB}/threading.py", 327)
 _WAIT = ("wait", f"{_LIB}/threading.py", 327)
 
 
+def _in(file: str) -> tuple[str, str, int]:
+    return ("wait", file, 1)
+
+
 @pytest.mark.parametrize(
     ("calls", "phase", "expected"),
     [
         ([_C10D, _OWN, _STEP], "forward", "collective"),
-        (
-            [("wait_for_unshard", f"{_SITE}/torch/distributed/fsdp/_p.py", 3), _STEP],
-            "x",
-            "collective",
-        ),
-        (
-            [("sum_over_ranks", "/src/longtake/parallel/collectives.py", 23), _STEP],
-            "x",
-            "collective",
-        ),
-        (
-            [("rendezvous", f"{_SITE}/torch/distributed/rendezvous.py", 9), _STEP],
-            "x",
-            "collective",
-        ),
+        ([_in(f"{_SITE}/torch/distributed/fsdp/_p.py"), _STEP], "x", "collective"),
+        ([_in("/src/longtake/parallel/collectives.py"), _STEP], "x", "collective"),
+        ([_in(f"{_SITE}/torch/distributed/rendezvous.py"), _STEP], "x", "collective"),
         ([_OWN, _C10D, _STEP], "forward", "nothing"),
         ([_OWN, _STEP], "collective", "nothing"),
-        ([_WAIT, _RESULT, ("wait", "/src/longtake/data/decoding.py", 120), _STEP], "data", "data"),
+        ([_WAIT, _RESULT, _in("/src/longtake/data/decoding.py"), _STEP], "data", "data"),
         ([_WAIT, _RESULT, _OWN], "forward", "lock"),
-        ([_QUALIFIED, ("PixelPlaces.wait", "/src/longtake/data/d.py", 1), _STEP], "data", "data"),
-        ([_WAIT, ("wait", "/src/longtake/checkpoint/store.py", 121)], "optimizer", "checkpoint"),
-        (
-            [("write", f"{_SITE}/torch/distributed/checkpoint/filesystem.py", 5)],
-            "x",
-            "nothing",
-        ),
+        ([_QUALIFIED, _in("/src/longtake/data/d.py"), _STEP], "data", "data"),
+        ([_WAIT, _in("/src/longtake/checkpoint/store.py")], "optimizer", "checkpoint"),
+        ([_in(f"{_SITE}/torch/distributed/checkpoint/filesystem.py")], "x", "nothing"),
         ([("synchronize", f"{_SITE}/torch/cuda/__init__.py", 1), _STEP], "forward", "device"),
-        ([("linear", f"{_SITE}/torch/nn/modules/linear.py", 125), _OWN], "forward", "nothing"),
+        ([_in(f"{_SITE}/torch/nn/modules/linear.py"), _OWN], "forward", "nothing"),
         ([], "collective", "collective"),
         ([], "data", "data"),
         ([], "backward", "nothing"),
@@ -537,48 +527,41 @@ def test_a_worker_s_sentence_names_all_that_is_known() -> None:
 
 
 @pytest.mark.parametrize(
-    ("suspect", "expected"),
+    ("changes", "words"),
     [
+        ({}, "has been in read (longtake/data/decode.py:88) for 4 min 10 s, in the backward pass"),
         (
-            _RANK,
-            "gpu07: rank 3 (process 4121) has been in read (longtake/data/decode.py:88) for 4 min "
-            "10 s, in the backward pass of step 120, and has not moved in 3 rounds; it uses no "
-            "processor time.",
+            {"thread": "checkpoint_0"},
+            "gpu07: thread checkpoint_0 of rank 3 (process 4121) has been",
+        ),
+        ({"doing": "checkpoint"}, "s, at the checkpoint after step 120, and has not moved in 3 r"),
+        ({"cpu_share": 0.25}, "and has not moved in 3 rounds; it uses 0.25 of a core."),
+        ({"state": "T"}, "rank 3 (process 4121) is stopped (state T: by a signal); it has been in"),
+        ({"function": ""}, "has been in the backward pass of step 120 for 4 min 10 s, and has not"),
+        (
+            {"state": "", "doing": "forward"},
+            "is gone: 4 min 10 s ago it was in the forward pass of",
         ),
         (
-            replace(_RANK, thread="checkpoint_0", doing="checkpoint", cpu_share=0.25),
-            "gpu07: thread checkpoint_0 of rank 3 (process 4121) has been in read "
-            "(longtake/data/decode.py:88) for 4 min 10 s, at the checkpoint after step 120, and "
-            "has not moved in 3 rounds; it uses 0.25 of a core.",
+            {"moved": True, "cpu_share": 1.02},
+            "not stuck: it has moved in 3 rounds, and uses a full",
         ),
         (
-            replace(_RANK, state="T", function=""),
-            "gpu07: rank 3 (process 4121) is stopped (state T: by a signal); it has been in the "
-            "backward pass of step 120 for 4 min 10 s, and has not moved in 3 rounds; it uses no "
-            "processor time.",
+            {"within": "all_reduce (torch/x.py:1)"},
+            ", and there in all_reduce (torch/x.py:1), for 4",
         ),
-        (
-            replace(_RANK, state="", doing="forward"),
-            "gpu07: rank 3 (process 4121) is gone: 4 min 10 s ago it was in the forward pass of "
-            "step 120, and it did not end as it should.",
-        ),
-        (
-            replace(_RANK, moved=True, cpu_share=1.02),
-            "gpu07: rank 3 (process 4121) has been in read (longtake/data/decode.py:88) for 4 min "
-            "10 s, in the backward pass of step 120; it is slow and not stuck: it has moved in 3 "
-            "rounds, and uses a full core.",
-        ),
-        (
-            replace(_RANK, waits_in="collective", within="all_reduce (torch/x.py:1)"),
-            "gpu07: rank 3 (process 4121) has been in read (longtake/data/decode.py:88), and there "
-            "in all_reduce (torch/x.py:1), for 4 min 10 s, in the backward pass of step 120; none "
-            "of the others has joined that collective.",
-        ),
-        (Suspect("gpu09", 0, "node", None), "gpu09 gives no answer."),
+        ({"waits_in": "collective"}, "; none of the others has joined that collective."),
     ],
 )
-def test_each_kind_of_culprit_has_its_words(suspect: Suspect, expected: str) -> None:
-    assert _sentence(suspect) == expected
+def test_each_kind_of_culprit_has_its_words(changes: dict[str, Any], words: str) -> None:
+    sentence = _sentence(replace(_RANK, **changes))
+    assert words in sentence
+    assert sentence.startswith("gpu07: ")
+    assert sentence.count("rank 3 (process 4121)") == 1
+
+
+def test_a_node_that_is_silent_is_named() -> None:
+    assert _sentence(Suspect("gpu09", 0, "node", None)) == "gpu09 gives no answer."
 
 
 def test_a_store_that_workers_wait_for_is_named_before_them() -> None:

@@ -305,8 +305,16 @@ def judge_run_directory(facts: FactsByNode) -> CheckResult:
     result = same_everywhere("run directory", paths, "note", RUN_DIRECTORY_ADVICE, path_is_error)
     is_somewhere = any(each["exists"] for each in seen.values())
     for node, each in seen.items() if is_somewhere else ():
-        if problem := _run_directory_problem(each):
-            result.find("error", (node,), problem, "", RUN_DIRECTORY_ADVICE)
+        path, problem = each["path"], ""
+        if not each["exists"]:
+            problem = "does not exist, though the first node created it: it is not shared"
+        elif each["cannot_write"]:
+            problem = f"cannot be written: {each['cannot_write']}"
+        elif each["seen_after"] is None:
+            waited = f"its file was not seen in {_SEE_SECONDS:g} s"
+            problem = f"is another folder than on the first node: {waited}"
+        if problem:
+            result.find("error", (node,), f"{path} {problem}", "", RUN_DIRECTORY_ADVICE)
     late = {node: each["seen_after"] for node, each in seen.items() if each["seen_after"]}
     slow = tuple(node for node, seconds in late.items() if seconds > _SLOW_SECONDS)
     if slow:
@@ -316,18 +324,6 @@ def judge_run_directory(facts: FactsByNode) -> CheckResult:
     if any(seconds > _SHOWN_SECONDS for seconds in late.values()):
         result.measure("new file seen after", "s", late, slow)
     return result
-
-
-def _run_directory_problem(each: Facts) -> str:
-    path = each["path"]
-    if not each["exists"]:
-        return f"{path} does not exist, though the first node created it: it is not shared"
-    if each["cannot_write"]:
-        return f"{path} cannot be written: {each['cannot_write']}"
-    if each["seen_after"] is None:
-        waited = f"{_SEE_SECONDS:g} s"
-        return f"{path} is another folder than on the first node: its file was not seen in {waited}"
-    return ""
 
 
 def _token_path(context: CheckContext) -> Path:

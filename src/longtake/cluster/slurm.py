@@ -151,16 +151,14 @@ class BatchJob:
         flags |= {} if slurm.gpus is None else {"gpus-per-node": str(slurm.gpus)}
         whole = {"exclusive": "", "mem": "0"}
         flags |= whole if slurm.cpus is None else {"cpus-per-task": str(slurm.cpus)}
-        return {**flags, **dict(map(_parse_flag, slurm.flags))}
-
-
-def _parse_flag(flag: str) -> tuple[str, str]:
-    name, _, value = flag.lstrip("-").partition("=")
-    if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
-        raise errors.LongtakeError(
-            f"--sbatch {flag}: expected a flag of sbatch, such as reservation=mine."
-        )
-    return name, value
+        for flag in slurm.flags:
+            name, _, value = flag.lstrip("-").partition("=")
+            if not re.fullmatch(r"[a-z][a-z0-9-]*", name):
+                raise errors.LongtakeError(
+                    f"--sbatch {flag}: expected a flag of sbatch, such as reservation=mine."
+                )
+            flags[name] = value
+        return flags
 
 
 def _directive(name: str, value: str) -> Iterator[str]:

@@ -123,7 +123,13 @@ class NodeHealth:
         flagged = self._outliers.judge(found, self._peers.health)
         found |= self._slow_links.judge(found, self._peers.health)
         self._report_wrong(self._rules.wrong(found, flagged), flagged, found)
-        self._report_full(found)
+        full = full_disks(found)
+        for name in full.keys() - self._full:
+            gib, path = full[name] / 2**30, str(self._places.get(name, name))
+            text = f"{self._host}: {gib:.2f} GiB are free on the disk of {path}; make room there."
+            fields = {"path": path, "free_gib": round(gib, 3), "message": text}
+            self._events.append(("disk_full", fields))
+        self._full = set(full)
         self._latest = found
         short = {n: int(x) if float(x).is_integer() else round(x, 9) for n, x in found.items()}
         self._log.put({"time": now(), **short})
@@ -149,15 +155,6 @@ class NodeHealth:
             text = f"{self._host}: as usual again, after {seconds:.0f} s; it was: {reason}."
             self._events.append(("recovered", {"reason": reason, "message": text}))
         self._wrong = wrong
-
-    def _report_full(self, numbers: system.Numbers) -> None:
-        full = full_disks(numbers)
-        for name in full.keys() - self._full:
-            gib, path = full[name] / 2**30, str(self._places.get(name, name))
-            text = f"{self._host}: {gib:.2f} GiB are free on the disk of {path}; make room there."
-            fields = {"path": path, "free_gib": round(gib, 3), "message": text}
-            self._events.append(("disk_full", fields))
-        self._full = set(full)
 
 
 def _rank_pids(folder: Path) -> list[int]:

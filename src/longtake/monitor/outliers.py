@@ -273,7 +273,12 @@ class Cusum:
         noise = max(self._noise.deviation(), others) if self._is_noisy else 0.0
         excess = noise / window.spread - _CALM_NOISE
         alarm = _ALARM + _ALARM_OF_NOISE * min(1.0, max(0.0, excess))
-        self._is_bad = self._sum(noise) >= (_CALM if self._is_bad else alarm)
+        total, self._adding = 0.0, 0
+        for each in self._windows:
+            z = each.deviation / max(each.spread, noise)
+            total = min(_CEILING, max(0.0, total + min(z, _MOST) - _ALLOWANCE))
+            self._adding = self._adding + 1 if total else 0
+        self._is_bad = total >= (_CALM if self._is_bad else alarm)
         return self._is_bad
 
     def level(self) -> tuple[float, float]:
@@ -286,14 +291,6 @@ class Cusum:
         if all(each.usual > 0 for each in windows):
             return usual * median(each.value / each.usual for each in windows), usual
         return median(each.value for each in windows), usual
-
-    def _sum(self, noise: float) -> float:
-        found, self._adding = 0.0, 0
-        for each in self._windows:
-            z = each.deviation / max(each.spread, noise)
-            found = min(_CEILING, max(0.0, found + min(z, _MOST) - _ALLOWANCE))
-            self._adding = self._adding + 1 if found else 0
-        return found
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import shutil
 import struct
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -80,11 +80,18 @@ class Wandb:
 
     def write(self, number: int, record: TrackedRecord) -> bool:
         """Write a record as a row; see `Tracker.write`."""
+        import wandb
+
         assert self._segment is not None
         if _identity(record.identity) in self._already:
             return False
         row = {**record.identity, f"{record.kind}/time": record.time}
-        row |= {**record.scalars, **record.texts, **_media(record)}
+        row |= {**record.scalars, **record.texts}
+        for name, (path, caption) in record.media.items():
+            if path.suffix == ".png":
+                row[name] = wandb.Image(str(path), caption=caption or None)
+            else:
+                row[name] = wandb.Video(str(path), caption=caption, format="mp4")
         self._segment.run.log(row, step=number, commit=True)
         return True
 
@@ -221,17 +228,6 @@ def _settings(section: TrackingSection) -> Any:
     )
 
 
-def _media(record: TrackedRecord) -> dict[str, Any]:
-    import wandb
-
-    return {
-        name: wandb.Image(str(path), caption=caption or None)
-        if path.suffix == ".png"
-        else wandb.Video(str(path), caption=caption, format="mp4")
-        for name, (path, caption) in record.media.items()
-    }
-
-
 def _identity(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in _IDENTITY)
 
@@ -249,7 +245,14 @@ class WandbFile:
     def new_rows(self) -> Iterator[dict[str, Any]]:
         for record in self._new_records():
             if record.WhichOneof("record_type") == "history":
-                yield _row(record.history.item)
+                row: dict[str, Any] = {}
+                for item in record.history.item:
+                    *above, name = item.nested_key or [item.key]
+                    place = row
+                    for key in above:  # nested keys become nested dictionaries
+                        place = place.setdefault(key, {})
+                    place[name] = json.loads(item.value_json)
+                yield row
 
     def _new_records(self) -> Iterator[Any]:
         from wandb.proto import wandb_internal_pb2
@@ -275,18 +278,6 @@ def rows_from(number: int, folder: Path, run_id: str) -> list[dict[str, Any]]:
         if any(row["_step"] < number for row in rows):
             break  # older files have only lower numbers
     return found
-
-
-def _row(items: Iterable[Any]) -> dict[str, Any]:
-    """Build a row from a history record; nested keys become nested dictionaries."""
-    row: dict[str, Any] = {}
-    for item in items:
-        *above, name = item.nested_key or [item.key]
-        place = row
-        for key in above:
-            place = place.setdefault(key, {})
-        place[name] = json.loads(item.value_json)
-    return row
 
 
 def _chunks(file: Any, offset: int) -> Iterator[tuple[int, bytes, int]]:
