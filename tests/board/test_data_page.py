@@ -342,7 +342,7 @@ def test_a_clip_that_was_rejected_has_a_still_in_the_page(
     assert "it is broken" in page
     assert str(path) in page
     assert len(list((tmp_path / "cache" / "longtake" / "stills").glob("*.json"))) == 1
-    monkeypatch.setattr(stills, "_DECODER", None)  # the second time it is in the cache
+    monkeypatch.setattr(stills, "_decode_in_background", None)  # the second time it is in the cache
     assert _page(run) == page
 
 
@@ -353,7 +353,7 @@ def test_clips_of_a_run_that_another_began_are_not_opened(
     record = json.loads(run.record_path.read_text())
     record["begun_by"]["host"] = "another"
     run.record_path.write_text(json.dumps(record))
-    monkeypatch.setattr(stills, "_DECODER", None)
+    monkeypatch.setattr(stills, "_decode_in_background", None)
     page = _page(run)
     assert "this run was not begun by you on this host" in page
     assert "<img" not in page
@@ -366,5 +366,5 @@ def test_clips_of_a_catalog_that_another_wrote_are_not_opened(
     run, _ = rejected
     monkeypatch.setattr("longtake.trust.is_own", lambda run: True)
     monkeypatch.setattr(os, "getuid", lambda: 2**31)
-    monkeypatch.setattr(stills, "_DECODER", None)
+    monkeypatch.setattr(stills, "_decode_in_background", None)
     assert "copies of its catalogs were not written by you" in _page(run)

@@ -110,15 +110,12 @@ def test_what_watchers_found_is_listed_until_it_is_over(run: RunDirectory) -> No
     assert "▲ 6" in html  # its power in the table
 
 
-def test_of_one_node_the_past_is_compared(run: RunDirectory) -> None:
-    def warm(node: int, window: int, health: dict[str, float]) -> None:
-        if window > 30:
-            health["gpu_temperature_celsius:0"] = 91
-
-    add_nodes(run, 1, 1, 60, warm)
+def test_a_node_alone_has_what_its_watcher_found_against_its_past(run: RunDirectory) -> None:
+    (node,) = add_nodes(run, 1, 1)
+    said = "GPU 0 temperature 91 °C against 62 °C in its own past"
+    node.append_event("degraded", reason="", causes={"gpu_temperature_celsius": said}, message="")
     html = _page(run)
-    assert "GPU 0 temperature 91 °C against 6" in html
-    assert "in its own past" in html
+    assert f"<b>node000</b>: {said}" in html
     assert "One node alone is compared with its own past only" in html
 
 

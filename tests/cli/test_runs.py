@@ -188,7 +188,7 @@ def test_a_page_of_curves_is_written(
     [
         (("empty",), "is not a run directory"),
         (("nowhere",), "is not a run directory"),
-        (("run", "--around", "3"), "has done 2 steps so far, and none is known of step 3"),
+        (("run", "--around", "3"), "has done 2 steps so far, and nothing is known of step 3"),
         (("run", "--out", "/nowhere/x.html"), "/nowhere/x.html cannot be written"),
     ],
 )

@@ -284,7 +284,9 @@ def test_a_step_that_the_run_has_not_done_is_refused(told: RunDirectory, tmp_pat
     with pytest.raises(RunError, match=message):
         step_facts(told, 25, 5)
     told.metrics_path.unlink()
-    with pytest.raises(RunError, match=r"has not done a step so far, and none is known of step 3"):
+    with pytest.raises(
+        RunError, match=r"has not done a step so far, and nothing is known of step 3"
+    ):
         step_facts(told, 3, 5)
     with pytest.raises(RunError, match=r"is not a run directory"):
         step_facts(RunDirectory(tmp_path), 3, 5)

@@ -2,7 +2,7 @@
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -11,24 +11,21 @@ from typing import Any, Final
 import numpy as np
 from markupsafe import Markup
 
-from longtake import errors, fsio, node_events, process
+from longtake import errors, node_events, process
 from longtake.board import charts, heat_map, svg
 from longtake.board.overview import status_of
 from longtake.board.pages import PageLinks, render
 from longtake.board.stall_view import read_stalls
-from longtake.formatting import for_seconds, format_short_duration, one_line
+from longtake.formatting import for_seconds, format_short_duration
 from longtake.inspection.columns import Numbers
 from longtake.inspection.files import read_end
 from longtake.inspection.node_reader import DRAWN, HealthHistory, NodeNow, RankNow, read_nodes
-from longtake.inspection.nodes import node_facts
+from longtake.inspection.nodes import cell_of_node, state_words
 from longtake.inspection.reader import RunFacts
 from longtake.monitor import node_health
 from longtake.node_dir import NodeDirectory
 from longtake.node_numbers import COLUMNS, find_far
 
-_MOST_COMPARED = 500
-"""Limit of nodes times their numbers for comparing them like `longtake health`, which takes half
-a second. Above it, the outliers are those that the watchers found."""
 _MOST_LINES, _MOST_NAMED = 8, 4
 _BINS = 120
 _MOST_ROWS, _MOST_MARKED, _MOST_FAILURES, _MOST_LOG_ENDS, _LOG_BYTES = 2000, 40, 50, 5, 2**12
@@ -143,7 +140,16 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
     if len(known) <= _MANY_RANKS:
         rows = [_phase_bar(f"rank {rank.rank}", rank.phases, order) for rank in known]
     else:
-        slowest = sorted(known, key=lambda rank: -_own_work(rank))
+        # In collectives and for data, a rank waits for others.
+        waits = ("collective", "data")
+        slowest = sorted(
+            known,
+            key=lambda rank: (
+                rank.work_seconds
+                or sum(seconds for name, seconds in rank.phases.items() if name not in waits)
+            ),
+            reverse=True,
+        )
         rows = [_phase_bar(f"mean of {len(known):,}", mean, order)]
         rows += [_phase_bar(f"rank {rank.rank}", rank.phases, order) for rank in slowest[:5]]
     return {
@@ -154,20 +160,13 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
     }
 
 
-def _own_work(rank: RankNow) -> float:
-    # In collectives and for data, a rank waits for others.
-    return rank.work_seconds or sum(
-        seconds for name, seconds in rank.phases.items() if name not in ("collective", "data")
-    )
-
-
 def _phase_bar(label: str, phases: Mapping[str, float], order: Sequence[str]) -> charts.Stack:
     parts = [
-        svg.Bar(name, phases[name], _milliseconds(phases[name]), _colour_of(name))
+        svg.Bar(name, phases[name], format_short_duration(phases[name]), _colour_of(name))
         for name in order
         if phases.get(name)
     ]
-    return charts.Stack(label, parts, _milliseconds(sum(part.value for part in parts)))
+    return charts.Stack(label, parts, format_short_duration(sum(part.value for part in parts)))
 
 
 def _colour_of(phase: str) -> str:
@@ -180,14 +179,10 @@ def _phase_row(name: str, mean: float, ranks: Sequence[RankNow]) -> dict[str, st
     return {
         "name": name,
         "colour": _colour_of(name),
-        "mean": _milliseconds(mean),
-        "least": f"{_milliseconds(least.phases.get(name, 0.0))} (rank {least.rank})",
-        "most": f"{_milliseconds(most.phases.get(name, 0.0))} (rank {most.rank})",
+        "mean": format_short_duration(mean),
+        "least": f"{format_short_duration(least.phases.get(name, 0.0))} (rank {least.rank})",
+        "most": f"{format_short_duration(most.phases.get(name, 0.0))} (rank {most.rank})",
     }
-
-
-def _milliseconds(seconds: float) -> str:
-    return format_short_duration(seconds)
 
 
 # --- Health -----------------------------------------------------------------------------------
@@ -201,40 +196,9 @@ class Health:
     flagged: dict[str, set[str]]  # marked columns of the table, by host
     events: list[tuple[str, str]]  # time and sentence, newest first
     has_clock_event: bool
-    is_compared: bool  # True if the page compared the nodes, False if their watchers did
-    problem: str
 
 
 def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
-    cost = len(nodes) * sum(len(node.health) for node in nodes)
-    if 0 < cost <= _MOST_COMPARED and not facts.has_links:
-        folders = [NodeDirectory(facts.run, node.host) for node in nodes]
-        paths = [path for each in folders for path in (each.health_path, each.events_path)]
-        version = tuple(map(fsio.file_version, paths))
-        return facts.kept("health", version, lambda: _compared(facts))
-    return _watched(facts, nodes)
-
-
-def _compared(facts: RunFacts) -> Health:
-    """Compare the nodes as `longtake health` does."""
-    try:
-        found = node_facts(facts.run, _EVENT_SECONDS)["nodes"]
-    except (errors.LongtakeError, OSError, ValueError, KeyError) as error:
-        return Health({}, {}, [], False, True, one_line(error))
-    outliers = {
-        node["host"]: [each["sentence"] for each in node["outliers"]]
-        for node in found
-        if node["outliers"]
-    }
-    flagged = {
-        node["host"]: {_column_of(each["number"]) for each in node["outliers"]} for node in found
-    }
-    events = [(each["time"], each["sentence"]) for node in found for each in node["events"]]
-    kinds = {each["kind"] for node in found for each in node["events"]}
-    return Health(outliers, flagged, _newest(events), _has_clock(kinds), True, "")
-
-
-def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
     """Collect the outliers that the nodes' watchers found, and those of the newest numbers."""
     # Only the newest of these counts: a recovery or a new watcher ends what was degraded.
     last: dict[str, dict[str, Any]] = {}
@@ -247,11 +211,17 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
         if newest["event"] == "degraded" and isinstance(causes, Mapping):
             outliers[host] = [str(text)[:300] for text in list(causes.values())[:20]]
             flagged[host] = {_column_of(str(key)) for key in causes}
-    for host, label, said in _far_from_others(nodes):
-        # A node's watcher may have reported the same already.
-        if label not in flagged.setdefault(host, set()):
-            flagged[host].add(label)
-            outliers.setdefault(host, []).append(said)
+    for label, column in COLUMNS.items():
+        values = {node.host: node.numbers[label] for node in nodes if label in node.numbers}
+        if not column.marked_by or len(values) < _ENOUGH_NODES:
+            continue
+        middle = column.text(float(np.median(list(values.values()))))
+        for host, value in find_far(values, column.signal).items():
+            # A node's watcher may have reported the same already.
+            if label not in flagged.setdefault(host, set()):
+                flagged[host].add(label)
+                said = f"{label} {column.text(value)} against {middle} median"
+                outliers.setdefault(host, []).append(said)
     there = {str(each.get("host", "")) for each in facts.events if each["event"] in _OF_HEALTH}
     events, kinds = list[tuple[str, str]](), set[str]()
     for node in nodes:
@@ -260,26 +230,8 @@ def _watched(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
                 for each in node_events.of_node(NodeDirectory(facts.run, node.host)):
                     events.append((each.time, str(each)))
                     kinds.add(each.kind)
-    return Health(outliers, flagged, _newest(events), _has_clock(kinds), False, "")
-
-
-def _far_from_others(nodes: Sequence[NodeNow]) -> Iterator[tuple[str, str, str]]:
-    """Yield host, column and sentence of nodes whose number is far worse than the median."""
-    for label, column in COLUMNS.items():
-        values = {node.host: node.numbers[label] for node in nodes if label in node.numbers}
-        if not column.marked_by or len(values) < _ENOUGH_NODES:
-            continue
-        middle = column.text(float(np.median(list(values.values()))))
-        for host, value in find_far(values, column.signal).items():
-            yield host, label, f"{label} {column.text(value)} against {middle} median"
-
-
-def _newest(events: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
-    return sorted(events, reverse=True)[:200]
-
-
-def _has_clock(kinds: set[str]) -> bool:
-    return any(kind.startswith("clock_") for kind in kinds)
+    has_clock_event = any(kind.startswith("clock_") for kind in kinds)
+    return Health(outliers, flagged, sorted(events, reverse=True)[:200], has_clock_event)
 
 
 def _column_of(signal: str) -> str:
@@ -316,16 +268,11 @@ def _table(nodes: Sequence[NodeNow], health: Health) -> dict[str, Any]:
 def _node_row(node: NodeNow, columns: Sequence[str], health: Health) -> NodeRow:
     flagged, cells = health.flagged.get(node.host, set()), []
     for label in columns:
-        value = node.numbers.get(label)
-        text = "-" if value is None else COLUMNS[label].text(value)
-        is_down = label == "link" and bool(node.links_down)
-        text = f"{len(node.links_down)} down, {text}" if is_down else text
+        text, is_down = cell_of_node(label, node.numbers, node.links_down)
         cells.append((text, label in flagged or is_down))
-    state: str = node.state
-    if state == "silent" and node.silent_seconds is not None:
-        state = f"silent for {for_seconds(node.silent_seconds)}"
     is_bad = node.state in ("silent", "unread")
     is_marked = is_bad or bool(flagged) or any(each for _, each in cells)
+    state = state_words(node.state, node.silent_seconds)
     return NodeRow(node.host, state, is_bad, cells, is_marked)
 
 
@@ -370,7 +317,11 @@ def _plot(
     series: Mapping[str, tuple[Numbers, Numbers]], named: Sequence[str], label: str
 ) -> Markup | None:
     """Draw a line per node; for many nodes the median, a band, both extremes and outliers."""
-    axes = charts.Axes("", _clock_time(series), _in_unit(label))
+    ends = [float(end) for times, _ in series.values() for end in (times[0], times[-1])]
+    is_long = max(ends, default=0.0) - min(ends, default=0.0) > 12 * 3600
+    form = "%m-%d %H:%M UTC" if is_long else "%H:%M:%S UTC"
+    in_unit = format_short_duration if label in ("step", "disk write") else COLUMNS[label].text
+    axes = charts.Axes("", lambda x: datetime.fromtimestamp(x, UTC).strftime(form), in_unit)
     if len(series) <= _MOST_LINES:
         lines = [
             charts.Line(host, *each, str(place))
@@ -413,20 +364,6 @@ def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Num
     return middles[has_numbers], table[:, has_numbers]
 
 
-def _clock_time(series: Mapping[str, tuple[Numbers, Numbers]]) -> Any:
-    ends = [float(end) for times, _ in series.values() for end in (times[0], times[-1])]
-    is_long = max(ends, default=0.0) - min(ends, default=0.0) > 12 * 3600
-    form = "%m-%d %H:%M" if is_long else "%H:%M:%S"
-    return lambda seconds: datetime.fromtimestamp(seconds, UTC).strftime(f"{form} UTC")
-
-
-def _in_unit(label: str) -> Any:
-    """Return a function that formats a tick of the y axis in the column's unit."""
-    if label in ("step", "disk write"):
-        return format_short_duration
-    return COLUMNS[label].text
-
-
 # --- Failures ---------------------------------------------------------------------------------
 
 
@@ -444,13 +381,14 @@ def _failures(facts: RunFacts) -> list[dict[str, str]]:
                 end = read_end(facts.run.path, log, _LOG_BYTES)
         rank = event.get("rank")
         said = event.get("error") or event.get("reason") or ""
+        step = [f"step {event['step']:,}"] if isinstance(event.get("step"), int) else []
         found.append(
             {
                 "time": str(event["time"]),
                 "what": _FAILURE_WORDS[event["event"]],
                 "level": "bad" if event["event"] == "rank_failed" else "",
                 "who": f"rank {rank} on {event.get('host', '?')}" if rank is not None else "",
-                "where": _where(event),
+                "where": ", ".join([*step, str(event["phase"])] if event.get("phase") else step),
                 "said": str(said),
                 "log": log or str(event.get("log") or ""),
                 "end": end,
@@ -467,12 +405,6 @@ _FAILURE_WORDS: Final = {
     "restarted_worker": "decode worker ended by its watcher",
     "resumed": "run resumed",
 }
-
-
-def _where(event: Mapping[str, Any]) -> str:
-    step, phase = event.get("step"), event.get("phase")
-    parts = [f"step {step:,}"] if isinstance(step, int) else []
-    return ", ".join([*parts, str(phase)] if phase else parts)
 
 
 def _log_name(facts: RunFacts, path: str) -> str:

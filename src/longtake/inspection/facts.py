@@ -6,7 +6,7 @@ import re
 import shlex
 import statistics
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
@@ -31,6 +31,7 @@ from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
 
 _MAX_CLIPS_READ = 64
 _NUM_RECENT_STEPS = 50
+_START_FACTS = ("time", "step", "seconds", "total", "slowest", "down_seconds")
 _REPORT_NAME = re.compile(r"step_(\d+)_(\d+)\.json")
 
 _BATCH_EVENTS = (
@@ -61,11 +62,12 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
         stalled, dead, finished, interrupted or diverged), `holder` (`host`, `pid` and `time` of the
         launch that trains it, or trained it last), `silent_seconds` (since its last sign of life),
         `step_seconds` (the median of recent steps), `seconds_left` (None unless it runs),
-        `launches`, `starts` (where the seconds of each went before its first step), `newest` (the
-        last row of metrics that counts), `abandoned_rows`, `checkpoints` (step, bytes, damage,
-        abandoned), `verdicts`, `rollbacks`, `settings` (that stages changed), `troubles` (of
-        processes and nodes), `evaluations` (see `evaluated`) and `next` (commands, each with what
-        it does).
+        `launches`, `starts` (of each launch that reached its first step: `time`, `step` done before
+        it, `seconds` by part, `total`, `slowest` rank by part, and `down_seconds` since the last
+        step before a crash), `newest` (the last row of metrics that counts), `abandoned_rows`,
+        `checkpoints` (step, bytes, damage, abandoned), `verdicts`, `rollbacks`, `settings` (that
+        stages changed), `troubles` (of processes and nodes), `evaluations` (see `evaluated`) and
+        `next` (commands, each with what it does).
 
     Raises:
         RunError: there is no run, or run.json is damaged.
@@ -94,7 +96,12 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
         "step_seconds": seconds,
         "seconds_left": left,
         "launches": record["launches"],
-        "starts": _starts(events),
+        # Launches that reached their first step.
+        "starts": [
+            {name: event.get(name) for name in _START_FACTS}
+            for event in events
+            if event["event"] == "startup_timing"
+        ],
         "newest": next(iter(kept[-1:].metrics()), None),
         "abandoned_rows": len(rows) - len(kept),
         "checkpoints": checkpoints,
@@ -151,7 +158,13 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
                 del places[keys[over]]
         if event["event"] not in INCIDENT_EVENTS:
             continue
-        new, key = {**event, "at": incident_step(event, rows)}, _incident_key(event)
+        new, key = {**event, "at": incident_step(event, rows)}, None
+        # Events with the same key are about the same incident.
+        if event["event"] == "rank_failed":
+            key = ("rank_failed", event.get("launch"), event["rank"], event["pid"])
+        elif event["event"] == "stalled" and event.get("suspects"):
+            first = event["suspects"][0]
+            key = ("stalled", event.get("launch"), first["host"], first["pid"])
         place = places.get(key, len(found)) if key else len(found)
         if place < len(found):
             found[place] = _merged(found[place], new)
@@ -162,16 +175,6 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
         if event["event"] == "stalled" and "token" in event:
             stalls[event["token"]] = place
     return found
-
-
-def _incident_key(event: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Return a key that events about the same incident share; None if this one stands alone."""
-    if event["event"] == "rank_failed":
-        return "rank_failed", event.get("launch"), event["rank"], event["pid"]
-    if event["event"] == "stalled" and event.get("suspects"):
-        first = event["suspects"][0]
-        return "stalled", event.get("launch"), first["host"], first["pid"]
-    return None
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,17 +230,6 @@ def step_of(event: Mapping[str, Any], rows: MetricRows) -> int | None:
         return step
     trained = rows.step_of_batch(step)
     return step + 1 if trained is None else trained
-
-
-def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the launches that reached their first step, the oldest first.
-
-    JSON: `time`, `step` (done before it), `seconds` by part, `total`, `slowest` (rank by part), and
-    `down_seconds` (since the last step of the launch before, if that crashed).
-    """
-    names = ("time", "step", "seconds", "total", "slowest", "down_seconds")
-    found = (event for event in events if event["event"] == "startup_timing")
-    return [{name: event.get(name) for name in names} for event in found]
 
 
 def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
@@ -332,22 +324,23 @@ def evaluated(run: RunDirectory) -> list[dict[str, Any]]:
     """Return the facts of each preset that was sampled or tried: steps, measures and failures."""
     directory = EvaluationDirectory(run)
     tried = (path.name for path in (directory.path / "claims").glob("*"))
-    return [_preset_facts(directory, name) for name in sorted({*directory.presets(), *tried})]
-
-
-def _preset_facts(directory: EvaluationDirectory, preset: str) -> dict[str, Any]:
-    steps = directory.steps(preset)
-    newest = directory.scores(preset, steps[-1]) if steps else None
-    alarms = newest["alarms"] if newest else []
-    return {
-        "preset": preset,
-        "steps": steps,
-        "measures": newest["measures"] if newest else {},
-        **({"held_out": newest["held_out"]} if newest and "held_out" in newest else {}),
-        "alarms": [alarm["message"] for alarm in alarms if alarm["kind"] == "drift"],
-        "unlike": [alarm["measure"] for alarm in alarms if alarm["kind"] == "range"],
-        "failed": failed_claims(directory, preset, set(steps)),
-    }
+    found = []
+    for preset in sorted({*directory.presets(), *tried}):
+        steps = directory.steps(preset)
+        newest = directory.scores(preset, steps[-1]) if steps else None
+        alarms = newest["alarms"] if newest else []
+        facts = {
+            "preset": preset,
+            "steps": steps,
+            "measures": newest["measures"] if newest else {},
+            "alarms": [alarm["message"] for alarm in alarms if alarm["kind"] == "drift"],
+            "unlike": [alarm["measure"] for alarm in alarms if alarm["kind"] == "range"],
+            "failed": failed_claims(directory, preset, set(steps)),
+        }
+        if newest and "held_out" in newest:
+            facts["held_out"] = newest["held_out"]
+        found.append(facts)
+    return found
 
 
 def failed_claims(
@@ -382,6 +375,16 @@ class _Report:
     def samples_of(self, step: int) -> list[ReportedSample]:
         return samples_of_step(self.facts, step)
 
+    def as_json(self, run: RunDirectory) -> dict[str, Any]:
+        state = self.facts.get("state")
+        return {
+            "path": str(self.path.relative_to(run.path)),
+            "step": self.step,
+            "batch": self.facts.get("batch"),
+            "verdict": self.facts["verdict"],
+            "checkpoint": state["checkpoint"] if state else None,
+        }
+
 
 def step_facts(
     run: RunDirectory, step: int, span: int, progress: Progress = ignore_progress
@@ -399,10 +402,23 @@ def step_facts(
     """
     run.recipe()
     rows = read_rows(run, progress=progress)
-    _refuse_beyond(run, step, rows)
-    events, report = list(read_events(run)), _report_near(run, step, span)
+    last = int(rows.step.max()) if len(rows) else 0
+    if step > last:
+        reached = f"has done {plural(last, 'step')}" if len(rows) else "has not done a step"
+        path = shlex.quote(str(run.path))
+        look = f" Look at the last: {command()} show {path} --around {last}." if len(rows) else ""
+        raise errors.RunError(
+            f"{run.path} {reached} so far, and nothing is known of step {step}.{look}"
+        )
+    report = _report_near(run, step, span)
     near = rows[np.abs(rows.step - step) <= span]
     columns = near.metrics(), near.column("batch").tolist(), near.is_abandoned.tolist()
+    events, events_near = list(read_events(run)), []
+    for event in events:
+        at = step_of(event, rows)
+        steps = [each for each in (at, event.get("from_step")) if each is not None]
+        if any(abs(each - step) <= span for each in steps):
+            events_near.append({**event, "at": at})
     return {
         "run": str(run.path),
         "step": step,
@@ -410,34 +426,11 @@ def step_facts(
             {**metrics, "batch": batch, "abandoned": is_abandoned}
             for metrics, batch, is_abandoned in zip(*columns, strict=True)
         ],
-        "events": _events_near(events, step, span, rows),
-        "report": None if report is None else _report_facts(report, run),
+        "events": events_near,
+        "report": report and report.as_json(run),
         "clips": _clips(run, step, rows, report),
         "verdict_steps": sorted({each["step"] for each in verdicts(events)}),
     }
-
-
-def _refuse_beyond(run: RunDirectory, step: int, rows: MetricRows) -> None:
-    last = int(rows.step.max()) if len(rows) else 0
-    if step > last:
-        reached = f"has done {plural(last, 'step')}" if len(rows) else "has not done a step"
-        path = shlex.quote(str(run.path))
-        look = f" Look at the last: {command()} show {path} --around {last}." if len(rows) else ""
-        raise errors.RunError(
-            f"{run.path} {reached} so far, and none is known of step {step}.{look}"
-        )
-
-
-def _events_near(
-    events: Sequence[dict[str, Any]], step: int, span: int, rows: MetricRows
-) -> list[dict[str, Any]]:
-    near = []
-    for event in events:
-        at = step_of(event, rows)
-        steps = [each for each in (at, event.get("from_step")) if each is not None]
-        if any(abs(each - step) <= span for each in steps):
-            near.append({**event, "at": at})
-    return near
 
 
 def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
@@ -478,17 +471,6 @@ def samples_of_step(report: GuardReport, step: int) -> list[ReportedSample]:
     return sorted(samples, key=badness, reverse=True)
 
 
-def _report_facts(report: _Report, run: RunDirectory) -> dict[str, Any]:
-    state = report.facts.get("state")
-    return {
-        "path": str(report.path.relative_to(run.path)),
-        "step": report.step,
-        "batch": report.facts.get("batch"),
-        "verdict": report.facts["verdict"],
-        "checkpoint": state["checkpoint"] if state else None,
-    }
-
-
 # --- Clips of a step --------------------------------------------------------------------------
 
 
@@ -498,7 +480,13 @@ def _clips(
     """Return the clips of a step: from the guard's report, else from the ledger if it was kept."""
     if report is not None:
         shown = step if report.samples_of(step) else report.step
-        samples = _reported_clips(run, report, shown)
+        reported = report.samples_of(shown)
+        known = _known_clips(run, [each["identity"] for each in reported], [])
+        samples = [
+            {**each, "path": clip and clip.path}
+            for each in reported
+            for clip in (known.get(_short_identity(each["identity"])),)
+        ]
         batch = samples[0]["batch"] if samples else report.facts.get("batch")
         return {"source": "guard", "step": shown, "batch": batch, "samples": samples}
     index = rows.kept.index_of(step)
@@ -507,16 +495,6 @@ def _clips(
     batch = int(rows.kept.column("batch")[index])
     samples = _consumed_clips(run, batch)
     return {"source": "ledger", "step": step, "batch": batch, "samples": samples}
-
-
-def _reported_clips(run: RunDirectory, report: _Report, step: int) -> list[dict[str, Any]]:
-    """Return a step's clips from a guard's report by descending loss, each with its path."""
-    samples = report.samples_of(step)
-    known = _known_clips(run, [each["identity"] for each in samples], [])
-    clips = [known.get(_short_identity(each["identity"])) for each in samples]
-    return [
-        {**sample, "path": clip and clip.path} for sample, clip in zip(samples, clips, strict=True)
-    ]
 
 
 def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
@@ -559,21 +537,19 @@ def _known_clips(
     """Find clips in the run's catalogs, `editions` first, by the first bytes of identities."""
     wanted = {_short_identity(each) for each in identities}
     found: dict[int, Clip] = {}
-    for catalog in _kept_catalogs(run, editions):
+    first = [run.catalogs_path / f"{edition}.parquet" for edition in editions]
+    for path in dict.fromkeys([*first, *sorted(run.catalogs_path.glob("*.parquet"))]):
         if wanted <= found.keys():
             break
+        if not path.is_file():
+            continue
+        catalog = Catalog.load(path)
         whole = b"".join(catalog.identities.to_pylist())
         octets = np.frombuffer(whole, np.uint8).reshape(-1, catalog.identities.type.byte_width)
         short = ledger.short_identity(octets)
         for row in np.flatnonzero(np.isin(short, list(wanted - found.keys()))):
             found[int(short[row])] = catalog.clip(int(row))
     return found
-
-
-def _kept_catalogs(run: RunDirectory, editions: Sequence[str]) -> Iterator[Catalog]:
-    first = [run.catalogs_path / f"{edition}.parquet" for edition in editions]
-    paths = dict.fromkeys([*first, *sorted(run.catalogs_path.glob("*.parquet"))])
-    return (Catalog.load(path) for path in paths if path.is_file())
 
 
 def _short_identity(identity: str) -> int:

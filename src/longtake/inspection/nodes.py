@@ -119,7 +119,7 @@ def _facts(
         "state": state,
         "silent_seconds": silent,
         "windows": len(past) + len(recent),
-        "numbers": dict(_numbers(recent)),
+        "numbers": _numbers(recent),
         "links_down": links_down(recent[-1]) if recent else [],
         "outliers": [
             {
@@ -157,16 +157,35 @@ def state_of_node(
     return "running", silent
 
 
-def _numbers(recent: Windows) -> Iterator[tuple[str, float]]:
+def _numbers(recent: Windows) -> dict[str, float]:
+    """Return the worst device's median over the last windows, by column of the table."""
+    numbers = {}
     for label, column in COLUMNS.items():
         found = [by_device(each, column.number) for each in recent[-_SHOWN_WINDOWS:]]
         devices = {device for each in found for device in each}
         medians = [statistics.median(e[d] for e in found if d in e) for d in devices]
         if medians:
-            yield label, column.worst(medians)
+            numbers[label] = column.worst(medians)
+    return numbers
 
 
 # --- Table ------------------------------------------------------------------------------------
+
+
+def state_words(state: NodeState, silent_seconds: float | None) -> str:
+    if state == "silent" and silent_seconds is not None:
+        return f"silent for {for_seconds(silent_seconds)}"
+    return state
+
+
+def cell_of_node(
+    label: str, numbers: Mapping[str, float], links_down: Sequence[str]
+) -> tuple[str, bool]:
+    """Return the text of a node's cell in a column, and whether links are down in it."""
+    said = COLUMNS[label].text(numbers[label]) if label in numbers else "-"
+    if label == "link" and links_down:
+        return f"{len(links_down)} down, {said}", True
+    return said, False
 
 
 def print_nodes(console: Console, facts: Mapping[str, Any]) -> None:
@@ -182,32 +201,23 @@ def print_nodes(console: Console, facts: Mapping[str, Any]) -> None:
         )
         return
     console.print(f"[bold]{escape(facts['run'])}: {plural(len(nodes), 'node')}[/bold]")
-    console.print(_table(nodes), highlight=False)
-    for line in (*_outliers(nodes), *_events(nodes, facts["seconds"]), *_remarks(nodes)):
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _table(nodes: Sequence[Mapping[str, Any]]) -> Table:
     shown = [label for label in COLUMNS if any(label in each["numbers"] for each in nodes)]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("node", "", *shown):
         table.add_column(name, justify="right" if name in shown else "left", no_wrap=True)
     for node in nodes:
-        state = node["state"]
-        if state == "silent" and node["silent_seconds"] is not None:
-            state = f"silent for {for_seconds(node['silent_seconds'])}"
+        state = state_words(node["state"], node["silent_seconds"])
         table.add_row(escape(node["host"]), state, *(_cell(node, label) for label in shown))
-    return table
+    console.print(table, highlight=False)
+    for line in (*_outliers(nodes), *_events(nodes, facts["seconds"]), *_remarks(nodes)):
+        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _cell(node: Mapping[str, Any], label: str) -> str:
-    column = COLUMNS[label]
-    value = node["numbers"].get(label)
-    said = "-" if value is None else column.text(value)
-    if label == "link" and node["links_down"]:
-        said = f"{len(node['links_down'])} down, {said}"
-    marks = [each for each in node["outliers"] if each["number"].startswith(column.marked_by)]
-    if not marks and not (label == "link" and node["links_down"]):
+    said, is_down = cell_of_node(label, node["numbers"], node["links_down"])
+    marked_by = COLUMNS[label].marked_by
+    marks = [each for each in node["outliers"] if each["number"].startswith(marked_by)]
+    if not marks and not is_down:
         return said
     against = {each["against"] for each in marks}
     suffix = "".join(mark for mark, of in (("*", "others"), ("'", "own past")) if of in against)

@@ -5,7 +5,8 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar
 
@@ -37,21 +38,21 @@ class RunFacts:
     name: str
     """Path from the folder of runs to the run, with "/"; empty if the run is that folder itself."""
     summary: RunSummary
-    recipe: Recipe | None
-    record: dict[str, Any]
-    """The contents of run.json."""
-    rows: MetricRows
-    events: list[dict[str, Any]]
-    marks: list[Mark]
-    goodput: list[TimePart]
-    problems: tuple[str, ...]
-    """One sentence for each file that cannot be read."""
-    has_links: bool
-    """True if a folder of records has a link in it; then none of its records is read."""
     kept: "Keep"
     """Caches what takes long to compute: see `RunReader.kept`."""
     neighbours: "Neighbours"
     """Returns the other runs below the same folder by their names; empty in a report."""
+    problems: tuple[str, ...]
+    """One sentence for each file that cannot be read."""
+    has_links: bool = False
+    """True if a folder of records has a link in it; then none of its records is read."""
+    recipe: Recipe | None = None
+    record: dict[str, Any] = field(default_factory=dict)
+    """The contents of run.json."""
+    rows: MetricRows = NO_ROWS
+    events: list[dict[str, Any]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    goodput: list[TimePart] = field(default_factory=list)
 
     @property
     def title(self) -> str:
@@ -82,10 +83,6 @@ class RunReader:
         self._share_read = 0.0
         self._kept: dict[str, tuple[Hashable, Any]] = {}
 
-    def facts(self) -> RunFacts:
-        with self._lock:
-            return self._read()
-
     def share_read(self, patience_seconds: float) -> float | None:
         """Return the share of metrics.jsonl that is read, or None if all of it is.
 
@@ -108,16 +105,65 @@ class RunReader:
             return self._read_rows()
         return NO_ROWS
 
+    def facts(self) -> RunFacts:
+        with self._lock:
+            run, problems = self.run, list[str]()
+            make_facts = partial(
+                RunFacts, run=run, name=self.name, kept=self.kept, neighbours=self.neighbours
+            )
+            link = next(links_of(run), None)
+            # A link could make a page show files from anywhere: then nothing of the run is read.
+            if link is not None:
+                problem = said_of_link(link)
+                summary = RunSummary(self.name or ".", problem=problem)
+                return make_facts(summary=summary, problems=(problem,), has_links=True)
+
+            def read_part(read: Callable[[], T], default: T) -> T:
+                try:
+                    return read()
+                except (errors.LongtakeError, OSError) as error:
+                    said = one_line(error)
+                    if said not in problems:
+                        problems.append(said)
+                    return default
+
+            def keep_part(what: str, version: Hashable, read: Callable[[], T], default: T) -> T:
+                return read_part(lambda: self.kept(what, version, read), default)
+
+            summary = summarize(self.folder, run.path)
+            problems += [] if summary.problem is None else [summary.problem]
+            rows = read_part(self._read_rows, NO_ROWS)
+            nodes = [node.events_path for node in node_dir.all_nodes(run)]
+            servers = sorted((run.path / "evaluations" / "servers").glob("*/events.jsonl"))
+            files = _versions([run.events_path, run.rollbacks_path, *nodes, *servers])
+            events = keep_part("events", files, lambda: all_events(run), list[dict[str, Any]]())
+            # Marks are placed at steps, so that they depend on the rows too.
+            version, recipe_version = (files, len(rows)), _versions([run.recipe_path])
+            return make_facts(
+                summary=summary,
+                recipe=keep_part("recipe", recipe_version, run.recipe, None),
+                record=read_part(lambda: dict[str, Any](run.record()), dict[str, Any]()),
+                rows=rows,
+                events=events,
+                marks=keep_part(
+                    "marks", version, lambda: timeline(run, rows, events), list[Mark]()
+                ),
+                goodput=keep_part(
+                    "hours", version, lambda: goodput(run, rows, events), list[TimePart]()
+                ),
+                problems=tuple(problems),
+            )
+
     def _read_rows(self) -> MetricRows:
         """Return the rows that were read before, unless a file has changed."""
-        paths = [self.run.metrics_path, self.run.rollbacks_path]
-        self._rows = self.kept(
-            "rows", _versions(paths), lambda: read_rows(self.run, self._rows, self._note)
-        )
-        return self._rows
 
-    def _note(self, share: float) -> None:
-        self._share_read = share
+        def note_share(share: float) -> None:
+            self._share_read = share
+
+        version = _versions([self.run.metrics_path, self.run.rollbacks_path])
+        read = partial(read_rows, self.run, self._rows, note_share)
+        self._rows = self.kept("rows", version, read)
+        return self._rows
 
     def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
         """Return the value of `read`, which is called only if the version differs from the last.
@@ -130,64 +176,6 @@ class RunReader:
             known = self._kept[what] = version, read()
         value: T = known[1]
         return value
-
-    def _read(self) -> RunFacts:
-        run, problems = self.run, list[str]()
-
-        def part(read: Callable[[], T], default: T) -> T:
-            try:
-                return read()
-            except (errors.LongtakeError, OSError) as error:
-                said = one_line(error)
-                if said not in problems:
-                    problems.append(said)
-                return default
-
-        summary = summarize(self.folder, run.path)
-        link = next(links_of(run), None)
-        # A link could make a page show files from anywhere: then nothing of the run is read.
-        if link is not None:
-            summary = RunSummary(self.name or ".", problem=said_of_link(link))
-        if summary.problem is not None:
-            problems.append(summary.problem)
-        is_readable = link is None
-        rows = part(self._read_rows, NO_ROWS) if is_readable else NO_ROWS
-        # Marks are placed at steps, so that they depend on the rows too.
-        version = (_versions(self._event_files()), len(rows))
-        events, marks = list[dict[str, Any]](), list[Mark]()
-        hours, record = list[TimePart](), dict[str, Any]()
-        recipe = None
-        if is_readable:
-            events = part(lambda: self.kept("events", version[0], lambda: all_events(run)), events)
-            marks = part(
-                lambda: self.kept("marks", version, lambda: timeline(run, rows, events)), marks
-            )
-            hours = part(
-                lambda: self.kept("hours", version, lambda: goodput(run, rows, events)), hours
-            )
-            saved = _versions([run.recipe_path])
-            recipe = part(lambda: self.kept("recipe", saved, run.recipe), None)
-            record = part(lambda: dict[str, Any](run.record()), record)
-        return RunFacts(
-            run=run,
-            name=self.name,
-            summary=summary,
-            recipe=recipe,
-            record=record,
-            rows=rows,
-            events=events,
-            marks=marks,
-            goodput=hours,
-            problems=tuple(problems),
-            has_links=not is_readable,
-            kept=self.kept,
-            neighbours=self.neighbours,
-        )
-
-    def _event_files(self) -> list[Path]:
-        nodes = [node.events_path for node in node_dir.all_nodes(self.run)]
-        servers = sorted((self.run.path / "evaluations" / "servers").glob("*/events.jsonl"))
-        return [self.run.events_path, self.run.rollbacks_path, *nodes, *servers]
 
 
 class RunList:
@@ -210,9 +198,9 @@ class RunList:
         # Only of ended runs: others become silent or stalled without a change of their files.
         if known is not None and known[0] == version and known[1].state in _ENDED:
             return known[1]
-        found = summarize(folder, path)
-        self._known[path] = version, found
-        return found
+        summary = summarize(folder, path)
+        self._known[path] = version, summary
+        return summary
 
 
 def _newest_results(evaluations: Path) -> list[Path]:

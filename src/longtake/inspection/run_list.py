@@ -3,14 +3,11 @@
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
-
-from pydantic import TypeAdapter, ValidationError
-from typing_extensions import TypedDict
+from typing import Final, TypeVar
 
 from longtake import errors, fsio, node_dir
 from longtake.evaluation_dir import EvaluationDirectory
@@ -21,6 +18,8 @@ from longtake.inspection.timeline import goodput, share_of_training
 from longtake.metrics import Metrics
 from longtake.node_dir import StateKind
 from longtake.run_dir import EVENT, RunDirectory
+
+_T = TypeVar("_T")
 
 MAX_RUNS: Final = 1000
 MAX_DEPTH: Final = 3
@@ -37,15 +36,6 @@ _ALARMS: Final[dict[str, tuple[str, ...]]] = {
     "dead": ("Its last launch did not end as it should.",),
     "diverged": ("The guard stopped it.",),
 }
-
-
-class _StepTimes(TypedDict):
-    """The one key of a line of metrics.jsonl that the median of step times needs."""
-
-    step_seconds: fsio.Finite
-
-
-_LINE: Final = TypeAdapter(_StepTimes)
 
 
 @dataclass(frozen=True)
@@ -169,7 +159,7 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
     if rollbacks and "verdict" in newest and rollbacks[-1]["from_step"] == steps:
         steps = rollbacks[-1]["to_step"]
     found = replace(found, steps=steps, loss=newest["loss"])
-    recent = _recent(run.metrics_path)
+    recent = list(_newest_records(run.metrics_path, Metrics))[:_NUM_RECENT]
     if recent:
         seconds = statistics.median(each["step_seconds"] for each in recent)
         found = replace(found, step_seconds=seconds)
@@ -184,39 +174,26 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
 
 def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
     """Set `recovered` by the newest rollback, or restart that lost steps, among the last events."""
-    with fsio.open_regular(run.events_path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        # A first line that is cut off fails to parse below; the last piece is an unfinished line.
+    for event in _newest_records(run.events_path, EVENT):
+        if event["event"] == "rolled_back":
+            went = f"Rolled back from step {event['from_step']:,} to step {event['step']:,}."
+            return replace(found, recovered=went)
+        if event["event"] == "resumed" and event.get("lost_steps"):
+            lost = plural(event["lost_steps"], "step")
+            return replace(found, recovered=f"Restarted; {lost} had not been saved.")
+    return found
+
+
+def _newest_records(path: Path, kind: fsio.Kind[_T]) -> Iterator[_T]:
+    """Yield the records in the last `_TAIL_BYTES` of a JSON lines file, the newest first."""
+    with fsio.open_regular(path) as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        # The last piece is an unfinished line.
         lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
     for line in reversed(lines):
+        # A first line that is cut off is no record.
         with suppress(errors.RecordError):
-            event = fsio.parse_record(line, EVENT, run.events_path, fsio.MAX_LINE_DEPTH)
-            if event["event"] == "rolled_back":
-                went = f"Rolled back from step {event['from_step']:,} to step {event['step']:,}."
-                return replace(found, recovered=went)
-            if event["event"] == "resumed" and event.get("lost_steps"):
-                lost = plural(event["lost_steps"], "step")
-                return replace(found, recovered=f"Restarted; {lost} had not been saved.")
-    return found
-
-
-def _recent(path: Path) -> list[_StepTimes]:
-    """Read step times from the last lines of metrics.jsonl, at most `_NUM_RECENT`."""
-    with fsio.open_regular(path) as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _TAIL_BYTES))
-        lines = file.read(_TAIL_BYTES).split(b"\n")[:-1]
-    return _times(lines[1:] if size > _TAIL_BYTES else lines)[-_NUM_RECENT:]
-
-
-def _times(lines: Sequence[bytes]) -> list[_StepTimes]:
-    found = []
-    for line in lines:
-        if not fsio.is_nested_deeper(line, fsio.MAX_LINE_DEPTH):
-            with suppress(ValidationError):
-                found.append(_LINE.validate_json(line, strict=True))
-    return found
+            yield fsio.parse_record(line, kind, path, fsio.MAX_LINE_DEPTH)
 
 
 def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:

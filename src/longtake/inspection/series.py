@@ -89,7 +89,10 @@ def read_series(
         x: unit of the buckets' `x`. Buckets are always formed by steps; unless `x` is "step",
             buckets without rows are left out.
     """
-    chosen = _abandoned_rows(rows) if abandoned else rows.kept
+    chosen = rows.kept
+    if abandoned:
+        lines = np.flatnonzero(rows.is_abandoned)
+        chosen = rows[lines[np.argsort(rows.step[lines], kind="stable")]]
     return _reduce(chosen, names, first, last, pixels, x)
 
 
@@ -126,11 +129,6 @@ def read_branch(
 ) -> list[Series]:
     """Return series of one branch, from the row before it on, so that its curve joins the other."""
     return _reduce(branch.rows, names, first, last, pixels, "step")
-
-
-def _abandoned_rows(rows: MetricRows) -> MetricRows:
-    lines = np.flatnonzero(rows.is_abandoned)
-    return rows[lines[np.argsort(rows.step[lines], kind="stable")]]
 
 
 # --- Reduction --------------------------------------------------------------------------------
@@ -265,24 +263,12 @@ def _blocks(rows: MetricRows, name: str, num_blocks: int) -> _Reduced:
     begin = len(known[0].low) if known else 0
     while begin < num_blocks:
         end = min(num_blocks, begin + _BLOCKS_AT_A_TIME)
-        known.append(_reduced_blocks(_values(rows, name, begin * _BLOCK_ROWS, end * _BLOCK_ROWS)))
+        values = _values(rows, name, begin * _BLOCK_ROWS, end * _BLOCK_ROWS)
+        known.append(_single(values).joined(np.arange(0, len(values), _BLOCK_ROWS)))
         begin = end
     rows.reduced[key] = known[0] if len(known) == 1 else known[0].followed_by(known[1:])
     reduced: _Reduced = rows.reduced[key]
     return reduced[:num_blocks]
-
-
-def _reduced_blocks(values: Column) -> _Reduced:
-    columns = (each.reshape(-1, _BLOCK_ROWS) for each in _single(values)._columns())
-    low, high, total, count, has_bad = columns
-    with np.errstate(over="ignore"):
-        return _Reduced(
-            low.min(axis=1),
-            high.max(axis=1),
-            total.sum(axis=1),
-            count.sum(axis=1),
-            np.any(has_bad, axis=1),
-        )
 
 
 # --- The smoothed loss ------------------------------------------------------------------------

@@ -10,11 +10,11 @@ import hashlib
 import io
 import os
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from pydantic import Field
 from typing_extensions import TypedDict
@@ -84,9 +84,8 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
         else:
             missing.append(clip)
     if missing:
-        done = _DECODER.add(missing)
         # Most clips are decoded by then; a page must not wait for one that hangs.
-        done.wait(wait_seconds)
+        _decode_in_background(missing).join(wait_seconds)
         for clip in missing:
             found[clip.identity] = _read_kept(clip) or PENDING
     return found
@@ -142,58 +141,34 @@ def _keep(clip: Clip, kept: _KeptStill) -> None:
 # --- Decoding ---------------------------------------------------------------------------------
 
 
-class _Decoder:
-    """Decodes clips one after the other in a thread that ends when none is left."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._waiting = dict[str, Clip]()
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def add(self, clips: Iterable[Clip]) -> threading.Event:
-        """Queue clips, and return an event that is set when none is left."""
-        with self._lock:
-            self._waiting |= {str(_kept_path(clip)): clip for clip in clips}
-            if self._thread is None:
-                self._done = threading.Event()
-                self._thread = threading.Thread(target=self._run, name="stills", daemon=True)
-                self._thread.start()
-            return self._done
-
-    def _run(self) -> None:
-        from longtake.data.decode_worker import DecodePool  # PyAV, which few pages need
-
-        try:
-            with DecodePool(1, _CLIP_SECONDS) as pool:
-                for clip in self._clips():
-                    _keep(clip, _decode(clip, pool))
-        finally:
-            # After an exception: pages must not wait for a thread that has ended.
-            with self._lock:
-                if self._thread is threading.current_thread():
-                    self._thread = None
-                    self._waiting.clear()
-                    self._done.set()
-
-    def _clips(self) -> Iterator[Clip]:
-        while True:
-            with self._lock:
-                # Decided under the lock: a clip that is added later starts a new thread.
-                if not self._waiting:
-                    self._thread = None
-                    self._done.set()
-                    return
-                name = next(iter(self._waiting))
-                clip = self._waiting[name]
-            try:
-                yield clip
-            finally:
-                with self._lock:
-                    self._waiting.pop(name, None)
+_threads: dict[frozenset[Path], threading.Thread] = {}
+"""Threads that decode, by the cache paths of their clips: a reloaded page waits for the same."""
+_lock, _one_at_a_time = threading.Lock(), threading.Lock()
 
 
-_DECODER: Final = _Decoder()
+def _decode_in_background(clips: Sequence[Clip]) -> threading.Thread:
+    """Return a thread that decodes the clips that are not in the cache, one after the other."""
+    paths = frozenset(map(_kept_path, clips))
+    with _lock:
+        for known, thread in list(_threads.items()):
+            if not thread.is_alive():
+                del _threads[known]
+            elif paths <= known:
+                return thread
+        thread = threading.Thread(target=_decode_all, args=(clips,), name="stills", daemon=True)
+        _threads[paths] = thread
+        thread.start()
+        return thread
+
+
+def _decode_all(clips: Sequence[Clip]) -> None:
+    from longtake.data.decode_worker import DecodePool  # PyAV, which few pages need
+
+    # Pages that are opened at the same time share the processor with training.
+    with _one_at_a_time, DecodePool(1, _CLIP_SECONDS) as pool:
+        for clip in clips:
+            if _read_kept(clip) is None:
+                _keep(clip, _decode(clip, pool))
 
 
 def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
@@ -203,7 +178,7 @@ def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
     # Between the last frame known to be good and the first bad one; damage is taken to last.
     for _ in range(_MOST_TRIES):
         try:
-            good = frame, _jpeg(_picture(clip, frame, pool))
+            good = frame, _jpeg(clip, frame, pool)
         except errors.LongtakeError as error:
             reason = error.reason if isinstance(error, errors.ClipError) else str(error)
             last = frame
@@ -216,8 +191,10 @@ def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
     return {"frame": good[0], "reason": reason, "picture": good[1]}
 
 
-def _picture(clip: Clip, frame: int, pool: "DecodePool") -> Any:
-    """Decode one frame of a clip: [H, W, 3] uint8."""
+def _jpeg(clip: Clip, frame: int, pool: "DecodePool") -> str:
+    """Decode one frame of a clip, and encode it as a small picture in base64."""
+    from PIL import Image
+
     from longtake.data.buckets import window_of
     from longtake.data.window import Crop
 
@@ -225,12 +202,7 @@ def _picture(clip: Clip, frame: int, pool: "DecodePool") -> Any:
     height, width = max(1, round(clip.height * scale)), max(1, round(clip.width * scale))
     whole = Crop(height, width, top=0, left=0)
     window = window_of(clip, range(frame, frame + 1), whole, height, width)
-    return pool.submit(window).result()[:, 0].transpose(1, 2, 0)
-
-
-def _jpeg(picture: Any) -> str:
-    from PIL import Image
-
+    picture = pool.submit(window).result()[:, 0].transpose(1, 2, 0)  # [H, W, 3] uint8
     file = io.BytesIO()
     Image.fromarray(picture).save(file, "JPEG", quality=_QUALITY)
     return base64.b64encode(file.getvalue()).decode()

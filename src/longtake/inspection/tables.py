@@ -187,7 +187,9 @@ def _state(facts: Mapping[str, Any]) -> str:
     if kind == "running":
         if facts["newest"] is None:
             return f"starting{ago}"
-        speed = f"{_speed(facts['step_seconds'])}, {format_duration(facts['seconds_left'])} left"
+        seconds = facts["step_seconds"]
+        speed = f"{1 / seconds:.3g} steps/s" if 0 < seconds < 1 else f"{seconds:.3g} s/step"
+        speed = f"{speed}, {format_duration(facts['seconds_left'])} left"
         return f"running: {speed}{ago}"
     if kind == "stalled":
         return f"stalled: it runs, but does not move{ago}"
@@ -195,10 +197,6 @@ def _state(facts: Mapping[str, Any]) -> str:
         return f"not running: its last launch did not end as it should{ago}"
     endings = {"diverged": "stopped by the guard", "interrupted": "interrupted and saved"}
     return endings.get(kind, str(kind))
-
-
-def _speed(seconds: float) -> str:
-    return f"{1 / seconds:.3g} steps/s" if 0 < seconds < 1 else f"{seconds:.3g} s/step"
 
 
 def _in_words(facts: Mapping[str, Any]) -> str:
@@ -225,8 +223,14 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
         "launches": _shortened([_launch(each) for each in facts["launches"]]),
         "newest step": [_newest(facts["newest"])] if facts["newest"] else ["none yet"],
         "checkpoints": _checkpoints(facts["checkpoints"]),
-        "verdicts": _shortened([_verdict(each) for each in facts["verdicts"]]),
-        "rollbacks": _shortened([_rollback(each) for each in facts["rollbacks"]]),
+        "verdicts": _shortened([said({**each, "at": each["step"]}) for each in facts["verdicts"]]),
+        "rollbacks": _shortened(
+            [
+                f"from step {each['from_step']} to {each['to_step']} ({each['reason']}), "
+                f"{skipped_batches(each)} skipped"
+                for each in facts["rollbacks"]
+            ]
+        ),
     }
     if facts["settings"]:
         lines["settings"] = _shortened([said(each) for each in facts["settings"]])
@@ -234,7 +238,13 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     if earlier := [_start_line(each) for each in facts["starts"][:-1]]:
         lines["started"] = _shortened(earlier)
     if facts["troubles"]:
-        lines["troubles"] = _shortened([_trouble(each) for each in facts["troubles"]])
+        lines["troubles"] = _shortened(
+            [
+                f"{format_time(each['time'], with_date=True)}  step {each['at']}: "
+                f"{incident_sentence(each)}"
+                for each in facts["troubles"]
+            ]
+        )
     for each in facts["evaluations"]:
         lines[f"preset {each['preset']}"] = _evaluated(each)
     if facts["abandoned_rows"]:
@@ -242,11 +252,6 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
             f"{plural(facts['abandoned_rows'], 'step')} that were done, and given up"
         ]
     return lines
-
-
-def _trouble(incident: Mapping[str, Any]) -> str:
-    when = format_time(incident["time"], with_date=True)
-    return f"{when}  step {incident['at']}: {incident_sentence(incident)}"
 
 
 def _launch(launch: Mapping[str, Any]) -> str:
@@ -283,15 +288,6 @@ def _checkpoints(checkpoints: Sequence[Mapping[str, Any]]) -> list[str]:
 def _steps(checkpoints: Sequence[Mapping[str, Any]]) -> str:
     steps = ", ".join(str(each["step"]) for each in checkpoints)
     return f"step{'s' * (len(checkpoints) > 1)} {steps}"
-
-
-def _verdict(event: Mapping[str, Any]) -> str:
-    return f"step {event['step']}: {_words(event['verdict'])}: {event['message']}"
-
-
-def _rollback(record: Mapping[str, Any]) -> str:
-    went = f"from step {record['from_step']} to {record['to_step']}"
-    return f"{went} ({record['reason']}), {skipped_batches(record)} skipped"
 
 
 def _evaluated(facts: Mapping[str, Any]) -> list[str]:

@@ -308,21 +308,19 @@ def _periods(
         own = events[begin:end]
         alive = [seconds_of(each) for each in own if each["event"] in _OF_A_LAUNCH]
         last = max([time, *alive, *times[max(first_row, end_row - 1) : end_row].tolist()])
-        began = _process_began(own, time)
+        # The processes of a launch start before its event.
+        starts = (
+            seconds_of(each) - _number(each["total"])
+            for each in own
+            if each["event"] == "startup_timing"
+        )
+        began = min(time, next(starts, time))
         # Periods must not overlap, or seconds would count twice.
         began = max(found[-1].end, began) if found else began
         kinds = {each["event"] for each in own}
         has_ended = not kinds.isdisjoint(ENDINGS)
         found.append(_Period(began, max(began, last), slice(first_row, end_row), has_ended))
     return found
-
-
-def _process_began(events: Sequence[Event], launched: float) -> float:
-    """Return when a launch's processes started, by its `startup_timing`; else `launched`."""
-    for event in events:
-        if event["event"] == "startup_timing":
-            return min(launched, seconds_of(event) - _number(event["total"]))
-    return launched
 
 
 def _seconds_of_steps(
@@ -355,24 +353,14 @@ def _seconds_of_steps(
     # Prefix sums: the seconds of a branch are the difference of two of them.
     until = np.append(0.0, np.cumsum(seconds)) if len(lasts) else np.zeros(1)
     lost = until[lasts + 1] - until[firsts]
-    is_rollback = _are_rollbacks(run, rows, lasts, launches)
+    # The guard gave up a branch if it says so, or if no launch begins where the branch ends: a
+    # crash would have lost the steps up to the next launch.
+    left = [each["from_step"] for each in run.rollbacks()]
+    is_rollback = np.isin(rows.step[lasts], left) & rows.raw_column("has_verdict")[lasts]
+    is_rollback |= ~np.isin(lasts + 1, [*launches.tolist(), len(rows)])
     found["rolled back"] += float(lost[is_rollback].sum())
     found["trained again"] = float(lost[~is_rollback].sum())
     return found
-
-
-def _are_rollbacks(
-    run: RunDirectory,
-    rows: MetricRows,
-    lasts: NDArray[np.int64],
-    launches: NDArray[np.int64],
-) -> NDArray[np.bool_]:
-    """Return [branches] whether the guard gave up the branch; else a crash lost its steps."""
-    steps = [each["from_step"] for each in run.rollbacks()]
-    says_so: NDArray[np.bool_] = np.isin(rows.step[lasts], steps)
-    says_so &= rows.raw_column("has_verdict")[lasts]
-    # A branch that ends where no launch begins was not lost by a crash.
-    return says_so | ~np.isin(lasts + 1, [*launches.tolist(), len(rows)])
 
 
 def _rows_of(rows: MetricRows, steps: Sequence[int]) -> NDArray[np.int64]:
