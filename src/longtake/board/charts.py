@@ -66,7 +66,13 @@ def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> 
         return None
     space = _Space.around(x, y, axes)
     parts = [*_grid(space, axes)]
-    parts += [_band(each, space) for each in bands]
+    for band in bands:
+        columns = _LEFT + space.columns(band.x)
+        above, below = space.rows(band.high), space.rows(band.low)
+        points = [f"{x} {y:.1f}" for x, y in zip(columns, above, strict=True)]
+        points += [f"{x} {y:.1f}" for x, y in zip(columns[::-1], below[::-1], strict=True)]
+        title = f"<title>{svg.text(band.label)}</title>"
+        parts.append(f'<path d="M{" L".join(points)}Z" class="band">{title}</path>')
     for each in lines:
         path = " ".join(_path(each, space))
         title = f"<title>{svg.text(each.label)}</title>"
@@ -159,15 +165,6 @@ def _path(line: Line, space: _Space) -> Iterator[str]:
         before = far
 
 
-def _band(band: Band, space: _Space) -> str:
-    columns = _LEFT + space.columns(band.x)
-    above, below = space.rows(band.high), space.rows(band.low)
-    points = [f"{x} {y:.1f}" for x, y in zip(columns, above, strict=True)]
-    points += [f"{x} {y:.1f}" for x, y in zip(columns[::-1], below[::-1], strict=True)]
-    title = f"<title>{svg.text(band.label)}</title>"
-    return f'<path d="M{" L".join(points)}Z" class="band">{title}</path>'
-
-
 @dataclass(frozen=True)
 class Stack:
     """A bar of several parts, with the words before and after it."""
@@ -175,6 +172,8 @@ class Stack:
     label: str
     parts: Sequence[svg.Bar]
     text: str
+    begin: float = 0.0
+    """Value at which the bar begins."""
 
 
 def stacks(
@@ -184,24 +183,27 @@ def stacks(
     label_width: int = 130,
     room: int = 130,
     width: int = 640,
+    kind: str = "stacks",
 ) -> Markup:
     """Draw stacked bars, one below the other on one scale, and a line at a limit.
 
-    `room` is the width in pixels for the words after the bars.
+    `room` is the width in pixels for the words after the bars, `kind` the class of the picture.
     """
-    most = max((sum(part.value for part in each.parts) for each in rows), default=0.0)
-    most = max(most, limit or 0.0) or 1.0
+    ends = (each.begin + sum(part.value for part in each.parts) for each in rows)
+    most = max(limit or 0.0, *ends, 0.0) or 1.0
     across, found = width - label_width - room, list[str]()
     for place, each in enumerate(rows):
-        y, left = place * _ROW, float(label_width)
+        y, left = place * _ROW, label_width + across * each.begin / most
         found.append(
             f'<text x="{label_width - 8}" y="{y + 14}" text-anchor="end">'
             f"{svg.text(each.label)}</text>"
         )
         for part in each.parts:
             length = across * part.value / most
+            # Half a pixel between neighbours separates parts of one colour.
+            drawn = max(0.5, length - 0.5) if part.value else 0.0
             found.append(
-                f'<rect x="{left:.1f}" y="{y + 3}" width="{max(0.0, length - 0.5):.1f}" '
+                f'<rect x="{left:.1f}" y="{y + 3}" width="{drawn:.1f}" '
                 f'height="{_BAR}" class="fill-{part.colour}">'
                 f"<title>{svg.text(part.label)}: {svg.text(part.text)}</title></rect>"
             )
@@ -212,4 +214,4 @@ def stacks(
     if limit is not None:
         x, end = label_width + across * limit / most, len(rows) * _ROW
         found.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{end}" class="limit"/>')
-    return svg.picture(width, len(rows) * _ROW, "".join(found), "stacks")
+    return svg.picture(width, len(rows) * _ROW, "".join(found), kind)

@@ -1,18 +1,19 @@
 """Pictures of the data page as SVG: buckets to scale, histograms, stages over the batches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Final
 
 from markupsafe import Markup
 
-from longtake.board import svg
+from longtake.board import charts, svg
 from longtake.inspection.data_facts import Histogram, StageStrip
 
 _BOX_WIDTH, _BOX_HEIGHT, _SIDE, _DEPTH = 64, 46, 34, 10
 _BAR_WIDTH, _BAR_HEIGHT = 110, 12
 _WIDTH, _HEIGHT, _TOP, _LEFT, _LANE = 460, 150, 16, 8, 16
 _STRIP_HEIGHT: Final = 28
+_MOST_LETTERS: Final = 24  # of a label
 
 
 def colour(place: int) -> str:
@@ -147,7 +148,17 @@ def strip(found: StageStrip, current: int | None) -> Markup:
         end = first + 1
         while end < num_spans and columns[end] == columns[first]:
             end += 1
-        parts += _stacked(found, columns[first], first / num_spans, end / num_spans)
+        top = 0.0
+        for place, share in enumerate(columns[first]):
+            if share > 0:
+                said = f"{found.names[place]}: {share:.0%} of the batches"
+                parts.append(
+                    f'<rect x="{100 * first / num_spans:.3f}%" y="{_STRIP_HEIGHT * top:.2f}" '
+                    f'width="{100 * (end - first) / num_spans:.3f}%" '
+                    f'height="{_STRIP_HEIGHT * share:.2f}" class="fill-{colour(place)}">'
+                    f"<title>{svg.text(said)}</title></rect>"
+                )
+            top += share
         first = end
     parts.append(_end_label("0%", "start", "batch 0"))
     parts.append(_end_label("100%", "end", f"{found.end:,}"))
@@ -166,19 +177,6 @@ def strip(found: StageStrip, current: int | None) -> Markup:
     )
 
 
-def _stacked(found: StageStrip, shares: Sequence[float], first: float, end: float) -> Iterator[str]:
-    top = 0.0
-    for place, share in enumerate(shares):
-        if share > 0:
-            yield (
-                f'<rect x="{100 * first:.3f}%" y="{_STRIP_HEIGHT * top:.2f}" '
-                f'width="{100 * (end - first):.3f}%" height="{_STRIP_HEIGHT * share:.2f}" '
-                f'class="fill-{colour(place)}"><title>{svg.text(found.names[place])}: '
-                f"{share:.0%} of the batches</title></rect>"
-            )
-        top += share
-
-
 def _end_label(x: str, anchor: str, text: str, y: int = _STRIP_HEIGHT + 15) -> str:
     return f'<text x="{x}" y="{y}" text-anchor="{anchor}" class="pale">{svg.text(text)}</text>'
 
@@ -187,18 +185,18 @@ def counted_bars(
     rows: Sequence[tuple[str, int]], colour: str = "1", first: str | None = None
 ) -> Markup:
     """Draw a bar for each group of clips; `first` is the colour of the first bar, if different."""
-    return svg.bars(
+    return charts.stacks(
         [
-            svg.Bar(
-                *(_cut_label(name), count, about(count)),
-                first if first and not place else colour,
+            charts.Stack(
+                name if len(name) <= _MOST_LETTERS else f"{name[: _MOST_LETTERS - 1]}…",
+                [svg.Bar(name, count, said, first if first and not place else colour)],
+                said,
             )
             for place, (name, count) in enumerate(rows)
+            for said in (about(count),)
         ],
         label_width=150,
+        room=110,
         width=_WIDTH,
+        kind="bars",
     )
-
-
-def _cut_label(text: str) -> str:
-    return text if len(text) <= 24 else f"{text[:23]}…"

@@ -19,32 +19,25 @@ def render_file(
     """Return the text of a file, from a template that extends `file.html`."""
     files = assets.static_files()
     styles = [files[name].decode() for name in assets.STYLES]
-    return render(
-        template,
-        links,
-        styles=[Markup(each) for each in styles],  # noqa: S704 - files of this package
-        scripts=[Markup(each) for each in scripts],  # noqa: S704 - files of this package
-        policy=_policy(styles, scripts),
-        written=fsio.now(),
-        **values,
-    )
-
-
-def _policy(styles: Iterable[str], scripts: Iterable[str]) -> str:
-    """Return a content security policy: only what is in the file may run, nothing is loaded."""
 
     def hashes(texts: Iterable[str]) -> str:
         digests = (base64.b64encode(sha256(each.encode()).digest()).decode() for each in texts)
         return " ".join(f"'sha256-{each}'" for each in digests) or "'none'"
 
-    # Scripts and styles are allowed by their hashes, so no text of a run can add another.
-    return "; ".join(
-        (
-            "default-src 'none'",
-            f"style-src {hashes(styles)}",
-            f"script-src {hashes(scripts)}",
-            *("img-src data:", "media-src data: blob:", "base-uri 'none'", "form-action 'none'"),
-        )
+    # Nothing is loaded. Scripts and styles are allowed by their hashes, so no text of a run can
+    # add another.
+    policy = (
+        f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; "
+        "img-src data:; media-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return render(
+        template,
+        links,
+        styles=[Markup(each) for each in styles],  # noqa: S704 - files of this package
+        scripts=[Markup(each) for each in scripts],  # noqa: S704 - files of this package
+        policy=policy,
+        written=fsio.now(),
+        **values,
     )
 
 

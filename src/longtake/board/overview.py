@@ -1,15 +1,12 @@
 """The overview page of a run: metrics over the steps, events, and how its time was spent."""
 
 import shlex
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final
 
 from longtake import config, errors, process
-from longtake.board import svg
+from longtake.board import charts, svg
 from longtake.board.pages import STATES, PageLinks, percent, render
 from longtake.board.plots import DEFAULT_PIXELS, marks_payload, panels_of, series_payload
 from longtake.config import Recipe
@@ -79,7 +76,13 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
         query: `log`, the name of a log whose end is shown; in a file, `first` and `last`, the steps
             that plots show. What the plots of a server show is up to the script.
     """
-    panels = panels_of(facts.rows)
+    panels, series = panels_of(facts.rows), None
+    # A file cannot load series later, so it has those of all plots.
+    if not links.series(facts.name):
+        names = ",".join(name for panel in panels for name in (*panel.names, *panel.more))
+        span = {name: query[name] for name in ("first", "last") if name in query}
+        chosen = {"names": names, "pixels": str(DEFAULT_PIXELS), **span}
+        series = series_payload(facts.rows, chosen)
     return render(
         "overview.html",
         links,
@@ -89,7 +92,7 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
         panels=panels,
         marks=marks_payload(facts.marks),
         samples=samples_of(facts, links),
-        series=None if links.series(facts.name) else _series(facts, query),
+        series=series,
         planned=planned_bytes(facts.events),
         memory=next(newest_measurements(facts.events), None),
         events=facts.marks[::-1][:_MOST_EVENTS],
@@ -104,25 +107,18 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
     )
 
 
-def _series(facts: RunFacts, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the series of all plots of the page, for a file that cannot load them later."""
-    names = (name for panel in panels_of(facts.rows) for name in (*panel.names, *panel.more))
-    span = {name: query[name] for name in ("first", "last") if name in query}
-    chosen = {"names": ",".join(names), "pixels": str(DEFAULT_PIXELS), **span}
-    return series_payload(facts.rows, chosen)
-
-
 def hours(facts: RunFacts) -> Any:
     """Return a picture of how the run's time was spent, or None if it has spent none."""
     parts = [each for each in facts.goodput if each.seconds > 0]
     if not parts:
         return None
-    return svg.waterfall(
-        [
-            svg.Bar(each.part, each.seconds, for_seconds(each.seconds), _PART_COLOURS[each.part])
-            for each in parts
-        ]
-    )
+    total, begin, rows = sum(each.seconds for each in parts), 0.0, list[charts.Stack]()
+    for each in parts:
+        said = f"{for_seconds(each.seconds)}, {100 * each.seconds / total:.1f} %"
+        bar = svg.Bar(each.part, each.seconds, said, _PART_COLOURS[each.part])
+        rows.append(charts.Stack(each.part, [bar], said, begin))
+        begin += each.seconds
+    return charts.stacks(rows, kind="waterfall")
 
 
 def planned_bytes(events: list[dict[str, Any]]) -> int | None:
@@ -212,13 +208,8 @@ def logs_of(facts: RunFacts) -> list[str]:
                 found += [f"{name}/{path.name}" for path in sorted(folder.glob("*.log"))]
         if len(found) > _MOST_LOGS:
             break
-    return [name for name in found[:_MOST_LOGS] if _is_log(run.path / name)]
-
-
-def _is_log(path: Path) -> bool:
-    with suppress(OSError):
-        return stat.S_ISREG(path.lstat().st_mode)
-    return False
+    paths = {name: run.path / name for name in found[:_MOST_LOGS]}
+    return [name for name, path in paths.items() if path.is_file() and not path.is_symlink()]
 
 
 def read_log(facts: RunFacts, name: str | None) -> dict[str, str] | None:

@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any, Final, Literal, Protocol
+from typing import Any, Final, Literal
 from urllib.parse import quote, urlencode
 
 import numpy as np
@@ -37,34 +37,44 @@ STATES: Final = {
 _LARGEST_SCALE = 1e300
 
 
-class PageLinks(Protocol):
-    """Makes a page's URLs: of other pages, of a run's files, and of data that it loads later."""
+class PageLinks:
+    """Makes a page's URLs: of other pages, of a run's files, and of data that it loads later.
 
-    layout: str
+    This class has the URLs of a page that is one file: it loads nothing, and links to nothing.
+    """
+
+    layout = "bare.html"
     """Name of the template that a run's pages extend."""
 
     def home(self) -> str:
         """Return the URL of the list of runs; empty if there is no such page."""
+        return ""
 
     def live(self, run: str | None) -> str:
         """Return the URL that streams news of a run, or of all runs; empty if there is none."""
+        return ""
 
-    def page(self, page: PageName, run: str, **query: object) -> str: ...
+    def page(self, page: PageName, run: str, **query: object) -> str:
+        return f"#{page}"
 
     def media(self, run: str, path: str) -> str | None:
         """Return the URL of a file by its path below the run; None if it is not available."""
+        return None
 
     def poster(self, run: str, path: str) -> str | None:
         """Return the URL of a video's still by its path below the run; None if not available."""
+        return None
 
     def series(self, run: str) -> str:
         """Return the URL of the numbers that plots draw; empty if they are in the page."""
+        return ""
 
     def static(self, name: str) -> str:
         """Return the URL of a script or style sheet; empty if they are all in the page."""
+        return ""
 
 
-class ServerLinks:
+class ServerLinks(PageLinks):
     """URLs of the pages and files that the board's server serves."""
 
     layout = "run_base.html"
@@ -76,7 +86,9 @@ class ServerLinks:
         return "/live" if run is None else f"/live/{_quoted(run)}"
 
     def page(self, page: PageName, run: str, **query: object) -> str:
-        return f"/run/{page}/{_quoted(run)}" + _query(query)
+        given = {name: value for name, value in query.items() if value is not None}
+        values = f"?{urlencode(given, errors='replace')}" if given else ""
+        return f"/run/{page}/{_quoted(run)}{values}"
 
     def media(self, run: str, path: str) -> str | None:
         return f"/media/{_quoted(f'{run}/{path}' if run else path)}"
@@ -89,11 +101,6 @@ class ServerLinks:
 
     def static(self, name: str) -> str:
         return assets.static_url(name)
-
-
-def _query(values: Mapping[str, object]) -> str:
-    given = {name: value for name, value in values.items() if value is not None}
-    return f"?{urlencode(given, errors='replace')}" if given else ""
 
 
 def _quoted(path: str) -> str:

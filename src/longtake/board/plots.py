@@ -1,7 +1,7 @@
 """The data of a run page's plots as JSON: series, branches that were given up, and marks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, cast, get_args
 
 import numpy as np
@@ -60,16 +60,14 @@ class Panel:
         return SERIES[self.names[0]].is_logarithmic
 
 
-def _panel(key: str) -> Panel:
-    drawn = {name: metric for name, metric in SERIES.items() if metric.panel == key}
-    return Panel(
+PANELS: Final = tuple(
+    Panel(
         key,
-        tuple(name for name, metric in drawn.items() if not metric.is_extra),
-        tuple(name for name, metric in drawn.items() if metric.is_extra),
+        tuple(name for name, each in SERIES.items() if each.panel == key and not each.is_extra),
+        tuple(name for name, each in SERIES.items() if each.panel == key and each.is_extra),
     )
-
-
-PANELS: Final = tuple(_panel(key) for key in TITLES)
+    for key in TITLES
+)
 
 
 def panels_of(rows: MetricRows) -> list[Panel]:
@@ -161,16 +159,4 @@ def _branches(
 
 def marks_payload(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     """Return the marks of the time line as JSON-able data; times are seconds since 1970."""
-    return [
-        {
-            "step": mark.step,
-            "time": mark.time,
-            "kind": mark.kind,
-            "lane": mark.lane,
-            "level": mark.level,
-            "text": mark.text,
-            "span": mark.span,
-            "count": mark.count,
-        }
-        for mark in marks
-    ]
+    return [asdict(mark) for mark in marks]

@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Final
@@ -10,11 +11,12 @@ from markupsafe import Markup
 
 from longtake import errors, fsio
 from longtake.board import assets, html_file, overview
-from longtake.board.pages import PageName
+from longtake.board.pages import PageLinks, PageName
 from longtake.board.registry import RENDER
 from longtake.board.samples_page import COLUMNS_OF_TINY, columns
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.inspection import posters
+from longtake.inspection.facts import evaluated
 from longtake.inspection.files import MEDIA_TYPES, open_below
 from longtake.inspection.reader import RunFacts, RunReader
 
@@ -24,41 +26,26 @@ _MOST_STILLS = 256
 
 
 @dataclass
-class ReportLinks:
+class ReportLinks(PageLinks):
     """Links within one file, which embeds videos and pictures up to `media_bytes`."""
 
     run: RunFacts
-    media_bytes: int
-    """Maximum total size of the embedded videos and pictures."""
-    layout: str = "bare.html"
+    media_bytes: int | None
+    """Maximum total size of the embedded videos and pictures; None: no page shows them."""
     num_left_out: int = 0
     _chosen: dict[str, bytes] = field(default_factory=dict)
     _num_stills: int = 0
 
     def __post_init__(self) -> None:
-        left = self.media_bytes
-        for name in newest_first(self.run):
-            data = self._read(name, left)
-            if data is None:
-                self.num_left_out += 1
-            else:
-                self._chosen[name] = data
-                left -= len(data)
-
-    def _read(self, name: str, most: int) -> bytes | None:
-        try:
-            with open_below(self.run.run.path, name) as file:
+        left = self.media_bytes or 0
+        for name in newest_first(self.run) if self.media_bytes is not None else ():
+            with suppress(OSError), open_below(self.run.run.path, name) as file:
                 # One byte more shows that a file is too large.
-                data = file.read(most + 1)
-        except OSError:
-            return None
-        return data if len(data) <= most else None
-
-    def home(self) -> str:
-        return ""
-
-    def page(self, page: PageName, run: str, **query: object) -> str:
-        return f"#{page}"
+                data = file.read(left + 1)
+                if len(data) <= left:
+                    self._chosen[name] = data
+                    left -= len(data)
+            self.num_left_out += name not in self._chosen
 
     def media(self, run: str, path: str) -> str | None:
         data = self._chosen.get(path)
@@ -70,15 +57,6 @@ class ReportLinks:
         self._num_stills += 1
         data = posters.poster_bytes(self.run.run.path, path)
         return None if data is None else f"data:{posters.kind_of(data)};base64,{_base64(data)}"
-
-    def series(self, run: str) -> str:
-        return ""
-
-    def live(self, run: str | None) -> str:
-        return ""
-
-    def static(self, name: str) -> str:
-        return ""
 
 
 def data_url(suffix: str, data: bytes) -> str:
@@ -94,8 +72,6 @@ def newest_first(facts: RunFacts) -> Iterable[str]:
     """Yield paths of sampled videos and pictures below the run, the most informative first.
 
     These are of the newest checkpoint of each preset, then of the first, then of those between.
-
-    That is the newest checkpoint of each preset, then the first, then those between.
     """
     directory = EvaluationDirectory(facts.run)
     by_preset = {name: steps for name in directory.presets() if (steps := directory.steps(name))}
@@ -138,7 +114,9 @@ def render_report(
     order = sorted(pages, key=lambda name: name != "samples") if has_samples else pages
     sections = {name: Markup(RENDER[name](facts, links, query or {})) for name in order}  # noqa: S704 - rendered
     files = assets.static_files()
-    scripts = [*(files[name].decode() for name in assets.SCRIPTS), _in_function()]
+    # Modules have a scope of their own; in a classic script a function replaces it.
+    module = f"(() => {{\n{assets.bundled_module()}}})();\n"
+    scripts = [*(files[name].decode() for name in assets.SCRIPTS), module]
     return html_file.render_file(
         "report.html",
         links,
@@ -152,26 +130,17 @@ def render_report(
 
 def _results(facts: RunFacts) -> Iterable[str]:
     """Yield a line with the newest measures of each preset."""
-    directory = EvaluationDirectory(facts.run)
-    for preset in directory.presets():
-        steps = directory.steps(preset)
-        scores = directory.scores(preset, steps[-1]) if steps else None
-        if scores is None:
-            continue
+    for each in evaluated(facts.run):
         numbers = [
             f"{name} {value:.0%}"
             if name == "adherence"
             else f"{name.replace('_', ' ')} {value:.3g}"
-            for name, value in scores["measures"].items()
+            for name, value in each["measures"].items()
         ]
         # Adherence comes first: the share of prompts that are shown right says most.
         numbers.sort(key=lambda text: not text.startswith("adherence"))
-        yield f"Preset {preset} at step {steps[-1]:,}: {', '.join(numbers)}"
-
-
-def _in_function() -> str:
-    # Modules have a scope of their own; in a classic script a function replaces it.
-    return f"(() => {{\n{assets.bundled_module()}}})();\n"
+        if numbers:
+            yield f"Preset {each['preset']} at step {each['steps'][-1]:,}: {', '.join(numbers)}"
 
 
 def write_report(
@@ -186,7 +155,7 @@ def write_report(
     Args:
         path: the run directory.
         out: the file.
-        media_mib: room for videos and pictures.
+        media_mib: room for videos and pictures of the page of samples.
         pages: names of the pages to write.
         query: settings of the pages, as in the board's URLs.
 
@@ -206,7 +175,7 @@ def write_report(
     # The run directory may be someone else's: no file outside of its folder is opened.
     with fsio.reading_below(reader.folder):
         facts = reader.facts()
-        links = ReportLinks(facts, int(media_mib * _MIB))
+        links = ReportLinks(facts, int(media_mib * _MIB) if "samples" in pages else None)
         text = render_report(facts, links, pages, query)
     html_file.write(out, text)
     return links

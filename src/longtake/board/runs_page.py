@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from longtake import config
 from longtake.board.overview import said_of_speed, spelled, status_line
@@ -29,28 +28,28 @@ class ListedRun:
 
 
 def render_runs(folder: Path, summaries: Sequence[RunSummary], links: PageLinks) -> str:
-    listed = [_listed(folder, each, links) for each in summaries]
-    return render("runs.html", links, folder=folder, runs=listed, said_of_speed=said_of_speed)
-
-
-def _listed(folder: Path, summary: RunSummary, links: PageLinks) -> ListedRun:
-    name = "" if summary.path == "." else summary.path
-    sample, url = summary.sample, None
-    if sample is not None:
-        inside = PurePosixPath(sample).relative_to(summary.path)
-        url = links.media(name, inside.as_posix())
-    return ListedRun(
-        summary,
-        name,
-        name or folder.resolve().name,
-        status_line(summary),
-        url,
-        sample is not None and sample.endswith(".mp4"),
-    )
+    runs = []
+    for summary in summaries:
+        name, sample = "" if summary.path == "." else summary.path, None
+        if summary.sample is not None:
+            inside = PurePosixPath(summary.sample).relative_to(summary.path)
+            sample = links.media(name, inside.as_posix())
+        runs.append(
+            ListedRun(
+                summary=summary,
+                name=name,
+                title=name or folder.resolve().name,
+                line=status_line(summary),
+                sample=sample,
+                is_video=(summary.sample or "").endswith(".mp4"),
+            )
+        )
+    return render("runs.html", links, folder=folder, runs=runs, said_of_speed=said_of_speed)
 
 
 def render_comparison(folder: Path, runs: Sequence[RunFacts], links: PageLinks) -> str:
     """Return a page with the curves of runs in one plot, and the recipe keys that differ."""
+    query = {"names": ",".join(_COMPARED), "pixels": "1000"}
     return render(
         "compare.html",
         links,
@@ -58,13 +57,12 @@ def render_comparison(folder: Path, runs: Sequence[RunFacts], links: PageLinks) 
         runs=runs,
         keys=differing_keys(runs),
         panels=[each for each in PANELS if set(each.names) & set(_COMPARED)],
-        curves=[_curves(each) for each in runs],
+        curves=[
+            {"name": each.title, "x": payload["x"], "series": payload["series"]}
+            for each in runs
+            for payload in (series_payload(each.rows, query),)
+        ],
     )
-
-
-def _curves(facts: RunFacts) -> dict[str, Any]:
-    found = series_payload(facts.rows, {"names": ",".join(_COMPARED), "pixels": "1000"})
-    return {"name": facts.title, "x": found["x"], "series": found["series"]}
 
 
 def differing_keys(runs: Sequence[RunFacts]) -> list[tuple[str, list[str]]]:

@@ -1,20 +1,19 @@
-"""Bars, strips and sparklines as SVG: they need no script, and work in a report too."""
+"""Sparklines and SVG elements: they need no script, and work in a report too."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import groupby
 from typing import Final
 
 from markupsafe import Markup
 
 from longtake.formatting import printable
 
-_ROW, _BAR = 22, 14
-
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, or one part of a bar, with its label and its value in words."""
+    """A part of a bar of `charts.stacks`, with its label and its value in words."""
 
     label: str
     value: float
@@ -23,59 +22,6 @@ class Bar:
     """The value in words, with its unit."""
     colour: str = "1"
     """Suffix of a `fill-*` class in board.css."""
-
-
-def bars(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
-    """Draw horizontal bars, one below the other, on one scale from 0."""
-    most = max((each.value for each in rows), default=0.0) or 1.0
-    # Room for the words after the longest bar.
-    room = width - label_width - 110
-    parts = []
-    for place, each in enumerate(rows):
-        y = place * _ROW
-        length = room * each.value / most
-        parts.append(
-            f'<text x="{label_width - 8}" y="{y + 14}" text-anchor="end">{text(each.label)}</text>'
-            f'<rect x="{label_width}" y="{y + 3}" width="{length:.1f}" height="{_BAR}" '
-            f'class="fill-{each.colour}">{_title(each)}</rect>'
-            f'<text x="{label_width + length + 6:.1f}" y="{y + 14}" class="pale">'
-            f"{text(each.text)}</text>"
-        )
-    return picture(width, len(rows) * _ROW, "".join(parts), "bars")
-
-
-def waterfall(rows: Sequence[Bar], label_width: int = 130, width: int = 640) -> Markup:
-    """Draw parts of a whole as bars, each of which begins where the one before it ends."""
-    total = sum(each.value for each in rows) or 1.0
-    room, left = width - label_width - 130, 0.0
-    parts = []
-    for place, each in enumerate(rows):
-        y, length = place * _ROW, room * each.value / total
-        share = f"{100 * each.value / total:.1f} %"
-        parts.append(
-            f'<text x="{label_width - 8}" y="{y + 14}" text-anchor="end">{text(each.label)}</text>'
-            f'<rect x="{label_width + left:.1f}" y="{y + 3}" width="{max(length, 1):.1f}" '
-            f'height="{_BAR}" class="fill-{each.colour}">'
-            f"<title>{text(each.label)}: {text(each.text)}, {share}</title></rect>"
-            f'<text x="{label_width + left + length + 6:.1f}" y="{y + 14}" class="pale">'
-            f"{text(each.text)}, {share}</text>"
-        )
-        left += length
-    return picture(width, len(rows) * _ROW, "".join(parts), "waterfall")
-
-
-def strip(parts: Sequence[Bar], width: int = 640, height: int = 22) -> Markup:
-    """Draw parts of a whole side by side in one bar."""
-    total, left, found = sum(each.value for each in parts) or 1.0, 0.0, []
-    for each in parts:
-        length = width * each.value / total
-        found.append(
-            # Half a pixel between neighbours separates parts of one colour.
-            f'<rect x="{left:.2f}" y="0" width="{max(0.0, length - 0.5):.2f}" height="{height}" '
-            f'class="fill-{each.colour}">{_title(each)}</rect>'
-        )
-        left += length
-    return picture(width, height, "".join(found), "strip")
 
 
 SPARK_PADDING: Final = 4
@@ -124,7 +70,11 @@ def sparkline(
         parts.append(
             f'<line x1="{at(now):.1f}" x2="{at(now):.1f}" y1="0" y2="{height}" class="spark-now"/>'
         )
-    for points in _unbroken(steps, values):
+    points_at = zip(steps, values, strict=True)
+    for is_gap, group in groupby(points_at, key=lambda point: point[1] is None):
+        if is_gap:
+            continue
+        points = [(step, value) for step, value in group if value is not None]
         text_points = " ".join(f"{at(step):.1f},{up(value):.1f}" for step, value in points)
         parts.append(f'<polyline points="{text_points}" class="spark-line"/>')
         # A line of one point is invisible.
@@ -138,20 +88,6 @@ def sparkline(
             f"{text(words)}</title></path>"
         )
     return picture(width, height, "".join(parts), "sparkline")
-
-
-def _unbroken(
-    steps: Sequence[int], values: Sequence[float | None]
-) -> Iterator[list[tuple[int, float]]]:
-    points: list[tuple[int, float]] = []
-    for step, value in zip(steps, values, strict=True):
-        if value is not None:
-            points.append((step, value))
-        elif points:
-            yield points
-            points = []
-    if points:
-        yield points
 
 
 def no_still(reason: str) -> bytes:
@@ -169,10 +105,6 @@ def no_still(reason: str) -> bytes:
     found = picture(200, 130, f'<rect width="200" height="130" fill="#8884"/>{spans}', "still")
     # Within HTML the namespace is implied; in a file of its own it is required.
     return found.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1).encode()
-
-
-def _title(bar: Bar) -> str:
-    return f"<title>{text(bar.label)}: {text(bar.text)}</title>"
 
 
 def picture(width: float, height: float, content: str, kind: str) -> Markup:

@@ -67,8 +67,7 @@ def show(
             most = 100 if span is None else span
             near = {} if around is None else {"first": max(0, around - most), "last": around + most}
             query = {name: str(step) for name, step in near.items()}
-            # Curves need no videos, without which the page stays small.
-            write_report(run.resolve(), out, media_mib=0, pages=("overview",), query=query)
+            write_report(run.resolve(), out, pages=("overview",), query=query)
             facts["page"] = str(out)
     say.skipped_lines()
     if as_json:
