@@ -126,12 +126,20 @@ def add_stall(
         node.dump_path(token).write_text(json.dumps(_dump(node.host, token, number, frames)))
     path = diagnosis_path(run, token)
     path.parent.mkdir(exist_ok=True)
-    suspect = {"host": nodes[cause].host, "pid": 100 + cause, "role": "rank", "rank": cause}
+    suspect: dict[str, Any] = {
+        "host": nodes[cause].host,
+        "pid": 100 + cause,
+        "role": "rank",
+        "rank": cause,
+    }
     suspect |= {"function": function, "file": "/own/model.py", "line": 54}
     waiting_ranks = [each for each in range(len(nodes)) if each != cause]
     record = {
         "token": token,
         "time": time,
+        "host": nodes[0].host,
+        "launch": "one",
+        "missing_in": [],
         "kind": "stuck",
         "step": 23,
         "phase": "forward",

@@ -19,9 +19,8 @@ from longtake.board.pages import PageLinks, render, rounded
 from longtake.config import Recipe
 from longtake.evaluation_dir import Alarm, Scene
 from longtake.formatting import natural_key
-from longtake.inspection.reader import RunFacts, links_of
+from longtake.inspection.reader import RunFacts
 from longtake.inspection.sampled import (
-    Result,
     SampledPreset,
     has_results,
     is_video,
@@ -94,17 +93,24 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
             difference), `prompt` (a number, from 0) and `columns`.
     """
     run, path = facts.run, shlex.quote(str(facts.run.path))
-    # With a link among its records, nothing of the run is opened.
-    names = [] if facts.has_links else preset_names(run)
-    status = status_of(facts)
-    common: dict[str, Any] = {"page": "samples", "facts": facts, "status": status}
-    presets = {name: read_preset(run, name, facts.kept) for name in names}
+    presets = {name: read_preset(run, name, facts.kept) for name in preset_names(run)}
     failed = [(name, each) for name, preset in presets.items() for each in preset.failed]
-    common |= {"failed": failed, "command": f"{process.command()} evaluate {path}"}
+    common: dict[str, Any] = {
+        "page": "samples",
+        "facts": facts,
+        "status": status_of(facts),
+        "failed": failed,
+        "command": f"{process.command()} evaluate {path}",
+    }
     sampled = [each for each in presets.values() if each.results]
     if not sampled:
         return render("samples.html", links, **common, sampled=None)
-    preset = _chosen_preset(sampled, query)
+    # The preset that the query names, else one with its step, else the newest sampled one.
+    step = _number(query.get("step"))
+    preset = max(
+        sampled,
+        key=lambda each: (each.name == query.get("preset"), step in each.steps, each.steps[-1]),
+    )
     choice = _choice(preset, query)
     shown = columns(preset.steps, choice.step, choice.columns)
     measured = measures_of(preset, choice.step)
@@ -134,15 +140,6 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
         galleries=[] if links.series(facts.name) else _galleries(facts, links, sampled, preset),
         modes=MODES,
         views=VIEWS,
-    )
-
-
-def _chosen_preset(sampled: Sequence[SampledPreset], query: Mapping[str, str]) -> SampledPreset:
-    """Return the preset named in the query, else one with its step, else the newest sampled."""
-    step = _number(query.get("step"))
-    return max(
-        sampled,
-        key=lambda each: (each.name == query.get("preset"), step in each.steps, each.steps[-1]),
     )
 
 
@@ -218,20 +215,16 @@ def _galleries(
     for preset in sampled:
         result = preset.results[-1]
         if preset.name != shown.name:
-            rows = [
-                _row(facts, links, preset, number, [result.step])
-                | {"is_right": _is_right(result, scene)}
-                for number, scene in enumerate(preset.scenes)
-            ]
+            rows = []
+            for number, scene in enumerate(preset.scenes):
+                # A video shows all that its prompt asks for, or not, or that was not measured.
+                adherence = result.adherence.get(scene)
+                is_right = None if adherence is None else adherence >= 1
+                row = _row(facts, links, preset, number, [result.step])
+                rows.append({**row, "is_right": is_right})
             about = {"name": preset.name, "step": result.step, "measures": result.measures}
             found.append({**about, "rows": rows, "is_tiny": _is_tiny(preset)})
     return found
-
-
-def _is_right(result: Result, scene: Scene) -> bool | None:
-    """Return whether a video shows what its prompt asks for; None if that was not measured."""
-    adherence = result.adherence.get(scene)
-    return None if adherence is None else adherence >= 1
 
 
 def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int, step: int) -> Cell:
@@ -239,8 +232,10 @@ def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int,
     file = result.files.get(preset.scenes[number]) if result else None
     if file is None:
         return Cell(step, number, None, None, False, "not sampled")
-    path, there = f"{preset.folder(step)}/{file}", _files_there(facts, preset, step)
-    if file not in there:
+    folder = preset.folder(step)
+    path, whole = f"{folder}/{file}", preset.run.path / folder
+    read = partial(preset.files_there, step)
+    if file not in facts.kept(f"{whole}:files", fsio.file_version(whole), read):
         return Cell(step, number, None, None, is_video(file), f"{file} is gone")
     url = links.media(facts.name, path)
     poster = links.poster(facts.name, path) if is_video(file) else None
@@ -249,20 +244,13 @@ def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int,
     return Cell(step, number, url, poster, is_video(file), missing)
 
 
-def _files_there(facts: RunFacts, preset: SampledPreset, step: int) -> set[str]:
-    path = preset.run.path / preset.folder(step)
-    read = partial(preset.files_there, step)
-    return facts.kept(f"{path}:files", fsio.file_version(path), read)
-
-
 def _pictures(
     facts: RunFacts, links: PageLinks, preset: SampledPreset, scene: Scene
 ) -> list[dict[str, str]]:
     """Return name and URL of each input picture that a prompt was sampled with."""
     # Files are named by the number of their prompt.
-    number = next(
-        (file.partition("_")[0] for each in preset.results for file in _file_of(each, scene)), ""
-    )
+    files = (each.files[scene] for each in preset.results if scene in each.files)
+    number = next(files, "").partition("_")[0]
     found = []
     for name, _ in scene.pictures if number.isdecimal() else ():
         path = f"evaluations/{preset.name}/pictures/{int(number):02d}_{name}.png"
@@ -271,11 +259,6 @@ def _pictures(
         if is_there and (url := links.media(facts.name, path)):
             found.append({"name": name, "url": url})
     return found
-
-
-def _file_of(result: Result, scene: Scene) -> list[str]:
-    file = result.files.get(scene)
-    return [file] if file else []
 
 
 def _shown_prompt(scene: Scene) -> str:
@@ -367,11 +350,7 @@ def _offered(
 
 def _runs_with(facts: RunFacts, preset: str) -> Mapping[str, RunDirectory]:
     """Return other runs that have results of a preset, by name."""
-    return {
-        name: run
-        for name, run in facts.neighbours().items()
-        if has_results(run, preset) and next(links_of(run), None) is None
-    }
+    return {name: run for name, run in facts.neighbours().items() if has_results(run, preset)}
 
 
 def _other(
@@ -403,7 +382,14 @@ def _payload(
     shown: list[int],
     measured: Sequence[Measured],
 ) -> dict[str, Any]:
-    other = _other(facts, preset, choice.against) if choice.against else None
+    other_videos = None
+    if choice.against and (other := _other(facts, preset, choice.against)) is not None:
+        name, compared = other
+        title = f"{name or compared.run.path.name}, {compared.name}"
+        other_videos = {"title": title, **_videos(name, links, compared, preset.scenes)}
+    checkpoints: list[int] = []
+    with suppress(OSError):
+        checkpoints = facts.run.checkpoint_folders()
     return {
         **_videos(facts.name, links, preset, preset.scenes),
         "columns": shown,
@@ -412,18 +398,11 @@ def _payload(
             [[said_of_alarm(alarm), alarm["kind"]] for alarm in each.alarms]
             for each in preset.results
         ],
-        "command": _command(facts, preset),
+        "command": {**_command(facts, preset), "checkpoints": checkpoints},
         "choice": asdict(choice),
-        "other": other and _other_videos(links, preset, *other),
+        "other": other_videos,
         "sample": facts.summary.sample,
     }
-
-
-def _other_videos(
-    links: PageLinks, preset: SampledPreset, name: str, other: SampledPreset
-) -> dict[str, Any]:
-    title = f"{name or other.run.path.name}, {other.name}"
-    return {"title": title, **_videos(name, links, other, preset.scenes)}
 
 
 def _videos(
@@ -461,12 +440,6 @@ def _videos(
     }
 
 
-def _checkpoints(run: RunDirectory) -> list[int]:
-    with suppress(OSError):
-        return run.checkpoint_folders()
-    return []
-
-
 def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
     """Return the parts of the command that samples a video again; scripts add step and file."""
     run = shlex.quote(str(facts.run.path))
@@ -479,7 +452,6 @@ def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
         "before": f"{process.command()} sample {run}",
         "options": " ".join(sample_options(preset.newest.settings, preset.weights, facts.recipe)),
         "prompts": prompts,
-        "checkpoints": _checkpoints(facts.run),
     }
 
 

@@ -121,7 +121,8 @@ class Board:
 
     def run_names(self) -> list[str]:
         """Return the paths of the runs below the folder; empty for the folder itself."""
-        return [self._name(path) for path in find_runs(self.folder)]
+        names = (path.relative_to(self.folder).as_posix() for path in find_runs(self.folder))
+        return ["" if name == "." else name for name in names]
 
     def other_runs(self, name: str) -> dict[str, RunDirectory]:
         """Return the runs except `name` by name; the listing is cached for `_LISTED_SECONDS`."""
@@ -131,21 +132,12 @@ class Board:
         names = (each for each in self._listed[1] if each != name)
         return {each: RunDirectory(self.folder / each) for each in names}
 
-    def _name(self, path: Path) -> str:
-        name = path.relative_to(self.folder).as_posix()
-        return "" if name == "." else name
-
 
 # --- Pages ------------------------------------------------------------------------------------
 
 
 def _html(text: str, request: Request, status: int = 200) -> Response:
     return _compressed(text.encode(errors="replace"), "text/html; charset=utf-8", request, status)
-
-
-def _json(value: Any, request: Request) -> Response:
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return _compressed(text.encode(), "application/json", request)
 
 
 def _compressed(data: bytes, kind: str, request: Request, status: int = 200) -> Response:
@@ -187,9 +179,11 @@ def show_page(request: Request) -> Response:
 def show_series(request: Request) -> Response:
     rows = _board(request).reader(request.path_params["run"]).rows()
     try:
-        return _json(series_payload(rows, request.query_params), request)
+        payload = series_payload(rows, request.query_params)
     except ValueError as error:
         raise HTTPException(400, str(error)) from error
+    text = json.dumps(payload, separators=(",", ":"), allow_nan=False)
+    return _compressed(text.encode(), "application/json", request)
 
 
 # --- Files ------------------------------------------------------------------------------------
@@ -255,23 +249,17 @@ def show_static(request: Request) -> Response:
 
 async def stream_runs(request: Request) -> Response:
     board = _board(request)
-    return _stream(request, lambda: _all_lives(board), _LIST_SECONDS)
+    return _stream(
+        request, lambda: {"runs": list(map(_as_live, board.runs.summaries()))}, _LIST_SECONDS
+    )
 
 
 async def stream_run(request: Request) -> Response:
     board = _board(request)
     reader = await to_thread.run_sync(board.reader, request.path_params["run"])
-    return _stream(request, partial(live, board.folder, reader.run.path), _POLL_SECONDS)
-
-
-def _all_lives(board: Board) -> dict[str, Any]:
-    found = board.runs.summaries()
-    return {"runs": [_as_live(each) for each in found]}
-
-
-def live(folder: Path, path: Path) -> dict[str, Any]:
-    """Return what may be new of a run, read from the ends of its files."""
-    return _as_live(summarize(folder, path))
+    # Only the ends of the run's files are read.
+    path = reader.run.path
+    return _stream(request, lambda: _as_live(summarize(board.folder, path)), _POLL_SECONDS)
 
 
 def _as_live(summary: RunSummary) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Final, NotRequired
+from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake import fsio
@@ -19,6 +19,7 @@ from longtake.inspection.node_reader import hosts_of
 from longtake.inspection.reader import RunFacts
 from longtake.monitor import sentences
 from longtake.monitor.dumps import group_processes
+from longtake.monitor.stall_record import StallDiagnosis, Suspect, WaitingRanks
 from longtake.node_dir import NodeDirectory, NodeDump, diagnosis_path
 from longtake.run_dir import RunDirectory
 
@@ -34,44 +35,8 @@ _STATES: Final = {
     "cleared": "it moved on meanwhile",
 }
 
-_Text = Annotated[str, Field(max_length=20_000)]
+_DIAGNOSIS: Final = TypeAdapter(StallDiagnosis)
 _Name = Annotated[str, Field(max_length=4096)]
-
-
-class _Suspect(TypedDict):
-    """A `monitor.diagnosis.Suspect` as JSON."""
-
-    host: _Name
-    pid: fsio.Count
-    role: _Name
-    rank: fsio.Count | None
-    function: NotRequired[_Name]
-    file: NotRequired[_Name]
-    line: NotRequired[fsio.Count]
-    clip: NotRequired[_Name]
-    clip_path: NotRequired[_Name]
-
-
-class _Waiting(TypedDict):
-    doing: _Name
-    ranks: list[fsio.Count]
-    host_count: NotRequired[fsio.Count]
-
-
-class _Diagnosis(TypedDict):
-    """The keys of stalls/<token>.json that the page uses."""
-
-    token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
-    time: fsio.Time
-    kind: _Name
-    step: fsio.Count
-    phase: _Name
-    seconds: NotRequired[fsio.Finite | None]
-    limit: NotRequired[fsio.Finite | None]
-    suspects: list[_Suspect]
-    waiting: list[_Waiting]
-    silent_nodes: list[_Name]
-    sentence: _Text
 
 
 class _Pulse(TypedDict):
@@ -147,116 +112,109 @@ class Stall:
 
 def read_stalls(facts: RunFacts, chosen: str | None) -> tuple[list[Stall], list[str]]:
     """Return the stalls of a run, the newest first; only the chosen or newest one has stacks."""
-    found, problems = list[_Diagnosis](), list[str]()
-    for name in _names(facts.run):
+    found, problems = list[StallDiagnosis](), list[str]()
+    folder = diagnosis_path(facts.run, "any").parent
+    written = list[tuple[float, str]]()
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.name.endswith(".json") and entry.is_file(follow_symlinks=False):
+                path = f"{folder.name}/{entry.name}"
+                written.append((entry.stat(follow_symlinks=False).st_mtime, path))
+    for _, name in sorted(written, reverse=True)[: 2 * _MOST_STALLS]:
         try:
-            record = read_below(facts.run.path, name, _Diagnosis, _DIAGNOSIS_BYTES)
+            record = read_below(facts.run.path, name, _DIAGNOSIS, _DIAGNOSIS_BYTES)
         except RecordError as error:
             problems.append(one_line(error))
             continue
         if record is not None:
             found.append(record)
-    found.sort(key=lambda each: datetime.fromisoformat(each["time"]).timestamp(), reverse=True)
-    tokens = [each["token"] for each in found]
+    found.sort(key=lambda each: datetime.fromisoformat(each.time).timestamp(), reverse=True)
+    tokens = [each.token for each in found]
     shown = chosen if chosen in tokens else next(iter(tokens), None)
     stalls = [
-        _stall(each, facts, tree_of(facts, each) if each["token"] == shown else None)
+        _stall(each, facts, tree_of(facts, each) if each.token == shown else None)
         for each in found[:_MOST_STALLS]
     ]
     return stalls, problems[:5]
 
 
-def _names(run: RunDirectory) -> list[str]:
-    folder = diagnosis_path(run, "any").parent
-    found = list[tuple[float, str]]()
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.endswith(".json") and entry.is_file(follow_symlinks=False):
-                found.append((entry.stat(follow_symlinks=False).st_mtime, entry.name))
-    found.sort(reverse=True)
-    return [f"{folder.name}/{name}" for _, name in found[: 2 * _MOST_STALLS]]
-
-
-def _stall(record: _Diagnosis, facts: RunFacts, tree: StackTree | None) -> Stall:
-    of_token = [each for each in facts.events if each.get("token") == record["token"]]
+def _stall(record: StallDiagnosis, facts: RunFacts, tree: StackTree | None) -> Stall:
+    of_token = [each for each in facts.events if each.get("token") == record.token]
     cleared = next((each for each in of_token if each["event"] == "stall_cleared"), None)
     did = ("restarted_worker", "killed_rank")
     done = [str(each.get("reason", "")) for each in of_token if each["event"] in did]
-    is_open = cleared is None and not done and record["kind"] != "cleared"
+    is_open = cleared is None and not done and record.kind != "cleared"
     # A launch may end without a record that its stall has cleared.
     is_open = is_open and facts.summary.state == "stalled"
-    first = next(iter(record["suspects"]), None)
+    first = next(iter(record.suspects), None)
     return Stall(
-        token=record["token"],
-        time=record["time"],
-        kind=record["kind"],
-        meaning=_STATES.get(record["kind"], ""),
-        sentence=record["sentence"],
+        token=record.token,
+        time=record.time,
+        kind=record.kind,
+        meaning=_STATES.get(record.kind, ""),
+        sentence=record.sentence,
         cause=_cause(first) if first else "",
-        clip=(first.get("clip_path") or first.get("clip") or "") if first else "",
+        clip=(first.clip_path or first.clip) if first else "",
         facts=_facts(record),
         ended=_ended(record, cleared, done, is_open),
         is_open=is_open,
         done=done,
-        waiting=[_waiting(each) for each in record["waiting"][:20]],
+        waiting=[_waiting(each) for each in record.waiting[:20]],
         tree=tree,
     )
 
 
-def _cause(suspect: _Suspect) -> str:
+def _cause(suspect: Suspect) -> str:
     """Describe the process that others wait for, and its innermost call outside of libraries."""
-    host = suspect["host"]
-    if suspect["role"] == "node":
-        return host
-    rank = "" if suspect["rank"] is None else f"rank {suspect['rank']}"
-    who = f"decode worker of {rank}" if suspect["role"] == "decode" else rank
-    who = f"{host}: {who} (process {suspect['pid']})"
-    call = {name: suspect.get(name, "") for name in ("function", "file")}
-    where = sentences.spelled({**call, "line": suspect.get("line", 0)})
-    return f"{who} in {where}" if call["function"] else who
+    if suspect.role == "node":
+        return suspect.host
+    rank = "" if suspect.rank is None else f"rank {suspect.rank}"
+    who = f"decode worker of {rank}" if suspect.role == "decode" else rank
+    who = f"{suspect.host}: {who} (process {suspect.pid})"
+    return f"{who} in {sentences.spelled(asdict(suspect))}" if suspect.function else who
 
 
-def _facts(record: _Diagnosis) -> str:
-    text = f"step {record['step']:,}, {record['phase']}"
-    seconds, limit = record.get("seconds"), record.get("limit")
+def _facts(record: StallDiagnosis) -> str:
+    text = f"step {record.step:,}, {record.phase}"
+    seconds, limit = record.seconds, record.limit
     if seconds is not None and limit is not None:
         text += f"; alarm after {for_seconds(seconds)}, the limit being {for_seconds(limit)}"
-    if record["silent_nodes"]:
-        text += f"; no answer from {', '.join(record['silent_nodes'][:8])}"
+    if record.silent_nodes:
+        text += f"; no answer from {', '.join(record.silent_nodes[:8])}"
     return text
 
 
 def _ended(
-    record: _Diagnosis, cleared: Mapping[str, Any] | None, done: Sequence[str], is_open: bool
+    record: StallDiagnosis, cleared: Mapping[str, Any] | None, done: Sequence[str], is_open: bool
 ) -> str:
     if cleared is not None:
         seconds = cleared.get("seconds")
         lasted = f" after {for_seconds(seconds)}" if isinstance(seconds, int | float) else ""
         return f"It cleared{lasted}."
-    if record["kind"] == "cleared":
+    if record.kind == "cleared":
         return "It was no stall: the process moved on while it was looked at."
     if done:
         return "A process was ended for it."
     return "It lasts." if is_open else "No record says that it cleared: the launch ended with it."
 
 
-def _waiting(waiting: _Waiting) -> str:
-    ranks = [{"rank": each, "host": "", "pid": 0} for each in waiting["ranks"]]
+def _waiting(waiting: WaitingRanks) -> str:
+    ranks = [{"rank": each, "host": "", "pid": 0} for each in waiting.ranks]
     named = sentences.who("rank", ranks).partition(" (")[0] if ranks else "no rank"
-    return f"{named}: waiting for {waiting['doing']}"
+    return f"{named}: waiting for {waiting.doing}"
 
 
 # --- Stacks -----------------------------------------------------------------------------------
 
 
-def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
+def tree_of(facts: RunFacts, record: StallDiagnosis) -> StackTree:
     """Read the dumps of all nodes, or of as many as fit the limits, those of suspects first."""
-    suspects = [each["host"] for each in record["suspects"]]
+    suspects = [each.host for each in record.suspects]
     # Suspects first, so that the limits never hide the cause.
     hosts = sorted(hosts_of(facts.run), key=lambda host: host not in suspects)
     paths, version, total, num_nodes = list[str](), list[Hashable](), 0, 0
     for host in hosts:
-        path = NodeDirectory(facts.run, host).dump_path(record["token"])
+        path = NodeDirectory(facts.run, host).dump_path(record.token)
         with suppress(OSError):
             status = path.lstat()
             num_nodes += 1
@@ -266,14 +224,14 @@ def tree_of(facts: RunFacts, record: _Diagnosis) -> StackTree:
                 paths.append(path.relative_to(facts.run.path).as_posix())
                 version.append((host, fsio.version_of(status)))
     return facts.kept(
-        f"stacks of {record['token']}",
+        f"stacks of {record.token}",
         (num_nodes, *version),
         lambda: _read_tree(facts.run, paths, num_nodes, record),
     )
 
 
 def _read_tree(
-    run: RunDirectory, paths: Sequence[str], num_nodes: int, record: _Diagnosis
+    run: RunDirectory, paths: Sequence[str], num_nodes: int, record: StallDiagnosis
 ) -> StackTree:
     dumps, problems = list[NodeDump](), list[str]()
     for path in paths:
@@ -283,10 +241,17 @@ def _read_tree(
             problems.append(one_line(error))
             continue
         if found is not None:
-            dumps.append(_cleaned(found))
+            dumps.append(found)
+            # Heartbeats that are not valid are left out, and rounds without a process.
+            for seen in found["rounds"]:
+                for process in seen["processes"]:
+                    if not _is_pulse(process["heartbeat"]):
+                        process["heartbeat"] = None
+            found["missing"] = [each for each in found["missing"] if _is_pulse(each)]
+            found["rounds"] = [each for each in found["rounds"] if each["processes"]]
     grouped = group_processes(dumps)
-    first = next(iter(record["suspects"]), None)
-    blamed = (first["host"], first["pid"]) if first else None
+    first = next(iter(record.suspects), None)
+    blamed = (first.host, first.pid) if first else None
     groups = [
         (any((each["host"], each["pid"]) == blamed for each in group["members"]), group)
         for group in grouped["groups"]
@@ -307,17 +272,6 @@ def _read_tree(
     )
 
 
-def _cleaned(dump: NodeDump) -> NodeDump:
-    """Return a dump without its invalid heartbeats, and without rounds that have no process."""
-    for seen in dump["rounds"]:
-        for process in seen["processes"]:
-            if not _is_pulse(process["heartbeat"]):
-                process["heartbeat"] = None
-    dump["missing"] = [each for each in dump["missing"] if _is_pulse(each)]
-    dump["rounds"] = [each for each in dump["rounds"] if each["processes"]]
-    return dump
-
-
 def _is_pulse(record: object) -> bool:
     with suppress(RecordError):
         fsio.check_record(record, _Pulse, Path("heartbeat"))
@@ -326,7 +280,8 @@ def _is_pulse(record: object) -> bool:
 
 
 def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
-    members = group["members"]
+    role, members = group["role"], group["members"]
+    named = sentences.who(role, members)
     known = [each for each in members if each["phase"] is not None] or members
     stack = sentences.worth_showing(group["stack"]) if group["stack"] else []
     # Frames without a name, which begin with their address, say nothing.
@@ -338,7 +293,7 @@ def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
     calls += [_call(each) for each in stack[:_MOST_CALLS]]
     threads = [each for each in group["threads"] if each["stack"]]
     return Group(
-        who=_who(group["role"], members),
+        who=named if role == "rank" else f"{sentences.ROLES[role][len(members) != 1]}: {named}",
         doing=sentences.doing(known),
         state=sentences.state_of(known),
         is_halted=sentences.is_halted(members),
@@ -350,12 +305,6 @@ def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
         threads=[_thread(each) for each in threads[:_MOST_THREADS]],
         num_more_threads=max(0, len(threads) - _MOST_THREADS),
     )
-
-
-def _who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
-    named = sentences.who(role, members)
-    kind = sentences.ROLES[role][len(members) != 1]
-    return named if role == "rank" else f"{kind}: {named}"
 
 
 def _call(call: Mapping[str, Any]) -> Call:

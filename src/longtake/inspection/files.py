@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Final, TypeVar
@@ -12,6 +13,7 @@ from longtake.fsio import open_below, open_folder_below
 
 __all__ = [
     "MEDIA_TYPES",
+    "file_names",
     "folder_names",
     "is_folder_below",
     "is_text",
@@ -32,10 +34,28 @@ MEDIA_TYPES: Final = {
 """Media types of the files that pages show, by the suffix of the name."""
 
 
-def folder_names(path: os.PathLike[str]) -> list[str]:
-    """Return the names of the folders in a folder, sorted; links to folders are left out."""
-    with suppress(OSError), os.scandir(path) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
+def folder_names(top: Path, name: str) -> list[str]:
+    """Return the names of the folders in a folder below `top`, sorted.
+
+    Names that are no text are left out, and so are links. The list is empty if the folder does not
+    exist, or if a part of its path is a link.
+    """
+    return _names(top, name, lambda entry: entry.is_dir(follow_symlinks=False))
+
+
+def file_names(top: Path, name: str) -> list[str]:
+    """Return the names of the files in a folder, with the same rules as `folder_names`."""
+    return _names(top, name, lambda entry: entry.is_file(follow_symlinks=False))
+
+
+def _names(top: Path, name: str, is_wanted: Callable[[os.DirEntry[str]], bool]) -> list[str]:
+    parts = PurePosixPath(name).parts
+    with (
+        suppress(OSError),
+        open_folder_below(top, parts) as folder,
+        os.scandir(folder) as entries,
+    ):
+        return sorted(each.name for each in entries if is_wanted(each) and is_text(each.name))
     return []
 
 

@@ -23,7 +23,7 @@ from longtake import fsio
 from longtake.errors import RecordError
 from longtake.formatting import natural_key, one_line
 from longtake.inspection.columns import Numbers
-from longtake.inspection.files import open_below, read_below
+from longtake.inspection.files import folder_names, open_below, read_below
 from longtake.inspection.nodes import NodeState, state_of_node
 from longtake.node_dir import NodeDirectory, nodes_path
 from longtake.node_numbers import COLUMNS, by_device, columns_of, links_down, numbers_of
@@ -113,8 +113,19 @@ def read_nodes(run: RunDirectory, *, is_live: bool) -> tuple[list[NodeNow], list
             beat = read_below(run.path, name, _Beat, _HEARTBEAT_BYTES) or {}
         except RecordError as error:
             problems.append(one_line(error))
-        now = _node_now(node, beat, is_live)
-        num_ranks += len(now.ranks)
+        state, silent = state_of_node(node, beat, is_live=is_live)
+        health = numbers_of(beat.get("health", {}))
+        ranks = tuple(_ranks(host, beat, health))
+        now = NodeNow(
+            host=host,
+            state=state if beat else "unread",
+            silent_seconds=silent,
+            ranks=ranks,
+            health=health,
+            numbers=columns_of(health),
+            links_down=links_down(health),
+        )
+        num_ranks += len(ranks)
         found.append(now)
         if num_ranks > _MOST_RANKS:
             problems.append(f"Only the first {len(found):,} nodes are shown.")
@@ -124,28 +135,7 @@ def read_nodes(run: RunDirectory, *, is_live: bool) -> tuple[list[NodeNow], list
 
 
 def hosts_of(run: RunDirectory) -> list[str]:
-    names = list[str]()
-    with suppress(OSError), os.scandir(nodes_path(run)) as entries:
-        names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
-    return sorted(names, key=natural_key)[:_MOST_NODES]
-
-
-def _node_now(node: NodeDirectory, beat: _Beat, is_live: bool) -> NodeNow:
-    state, silent = state_of_node(node, beat, is_live=is_live)
-    health = numbers_of(beat.get("health", {}))
-    return NodeNow(
-        host=node.host,
-        state=state if beat else "unread",
-        silent_seconds=silent,
-        ranks=tuple(_ranks(node.host, beat, health)),
-        health=health,
-        numbers=columns_of(health),
-        links_down=links_down(health),
-    )
-
-
-def _is_sane(number: float) -> bool:
-    return -1e300 < number < 1e300
+    return sorted(folder_names(run.path, nodes_path(run).name), key=natural_key)[:_MOST_NODES]
 
 
 def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[RankNow]:
@@ -183,6 +173,7 @@ _END_BYTES, _LEAST_END_BYTES = 8 * 2**20, 2**13
 # Lines before these ends that are read: of all nodes; of each node at most.
 _SPREAD_LINES, _MOST_SPREAD = 2000, 60
 _LINE_BYTES = 2**16
+_MOST = 1e300
 # Points that are kept: of all nodes; of each node at least.
 _KEPT_POINTS, _LEAST_KEPT = 300_000, 64
 
@@ -209,7 +200,7 @@ class _Past:
         found: dict[str, list[float]] = {}
         for key, value in record.items():
             label = _LABELS.get(key.partition(":")[0])
-            if label and type(value) in (int, float) and _is_sane(value):
+            if label and type(value) in (int, float) and abs(value) < _MOST:
                 found.setdefault(label, []).append(value)
         for label, values in self.values.items():
             own = found.get(label)

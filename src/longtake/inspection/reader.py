@@ -44,8 +44,6 @@ class RunFacts:
     """Returns the other runs below the same folder by their names; empty in a report."""
     problems: tuple[str, ...]
     """One sentence for each file that cannot be read."""
-    has_links: bool = False
-    """True if a folder of records has a link in it; then none of its records is read."""
     recipe: Recipe | None = None
     record: dict[str, Any] = field(default_factory=dict)
     """The contents of run.json."""
@@ -116,7 +114,7 @@ class RunReader:
             if link is not None:
                 problem = said_of_link(link)
                 summary = RunSummary(self.name or ".", problem=problem)
-                return make_facts(summary=summary, problems=(problem,), has_links=True)
+                return make_facts(summary=summary, problems=(problem,))
 
             def read_part(read: Callable[[], T], default: T) -> T:
                 try:

@@ -12,7 +12,7 @@ from typing import Final, TypeVar
 from longtake import errors, fsio, node_dir
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import natural_key, one_line, plural
-from longtake.inspection.files import folder_names, is_text
+from longtake.inspection.files import file_names, folder_names, is_text
 from longtake.inspection.rows import read_rows
 from longtake.inspection.timeline import goodput, share_of_training
 from longtake.metrics import Metrics
@@ -199,8 +199,9 @@ def _newest_records(path: Path, kind: fsio.Kind[_T]) -> Iterator[_T]:
 def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
     """Set the newest sample of all presets, and add the drift alarms of their newest scores."""
     directory, newest, alarms = EvaluationDirectory(run), (-1, ""), list(found.alarms)
-    for preset in folder_names(directory.path):
-        names = [name.removeprefix("step_") for name in folder_names(directory.path / preset)]
+    for preset in folder_names(run.path, "evaluations"):
+        folders = folder_names(run.path, f"evaluations/{preset}")
+        names = [name.removeprefix("step_") for name in folders]
         steps = [int(name) for name in names if name.isdecimal() and len(name) < _MAX_DIGITS]
         if steps:
             newest = max(newest, (max(steps), preset))
@@ -208,17 +209,10 @@ def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
             some = scores["alarms"] if scores else []
             alarms += [alarm["message"] for alarm in some if alarm["kind"] == "drift"]
     found = replace(found, alarms=tuple(alarms))
-    sample = _first_picture(directory.result_path(newest[1], newest[0]))
-    if newest[0] < 0 or sample is None or fsio.is_linked(sample, run.path):
+    if newest[0] < 0:
         return found
-    return replace(found, sample=f"{found.path}/{sample.relative_to(run.path).as_posix()}")
-
-
-def _first_picture(folder: Path) -> Path | None:
-    """Return a folder's first video or picture; sheet.png only if there is nothing else."""
-    with suppress(OSError), os.scandir(folder) as entries:
-        names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        shown = (name for name in names if name.endswith(_PICTURES) and is_text(name))
-        first = min(shown, key=lambda name: (name == "sheet.png", name), default=None)
-        return None if first is None else folder / first
-    return None
+    folder = directory.result_path(newest[1], newest[0]).relative_to(run.path).as_posix()
+    pictures = [name for name in file_names(run.path, folder) if name.endswith(_PICTURES)]
+    # The sheet of all videos is shown only if there is nothing else.
+    first = min(pictures, key=lambda name: (name == "sheet.png", name), default=None)
+    return found if first is None else replace(found, sample=f"{found.path}/{folder}/{first}")

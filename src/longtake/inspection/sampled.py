@@ -18,8 +18,9 @@ from typing_extensions import TypedDict
 
 from longtake import errors, evaluation_dir, fsio
 from longtake.formatting import natural_key, one_line
+from longtake.fsio import open_folder_below
 from longtake.inspection.facts import failed_claims
-from longtake.inspection.files import folder_names, is_text, open_below
+from longtake.inspection.files import file_names, folder_names, open_below
 from longtake.inspection.reader import Keep
 from longtake.run_dir import RunDirectory
 
@@ -111,10 +112,7 @@ class SampledPreset:
 
     def files_there(self, step: int) -> set[str]:
         """Return the names of the files in a result's folder; links are left out."""
-        path = evaluation_dir.EvaluationDirectory(self.run).result_path(self.name, step)
-        with suppress(OSError), os.scandir(path) as entries:
-            return {each.name for each in entries if each.is_file(follow_symlinks=False)}
-        return set()
+        return set(file_names(self.run.path, self.folder(step)))
 
     def setting(self, name: str) -> float | None:
         """Return a number of the newest settings; None if it is not a positive number."""
@@ -126,9 +124,8 @@ class SampledPreset:
 
 def preset_names(run: RunDirectory) -> list[str]:
     """Return the names of the presets that have results or claims."""
-    path = run.path / "evaluations"
-    with_claims = set(_folders(path / "claims"))
-    names = [name for name in _folders(path) if name not in _NOT_PRESETS]
+    with_claims = set(folder_names(run.path, "evaluations/claims"))
+    names = [name for name in folder_names(run.path, "evaluations") if name not in _NOT_PRESETS]
     sampled = {name for name in names if next(_steps(run, name), None) is not None}
     return sorted(sampled | with_claims, key=natural_key)
 
@@ -170,12 +167,8 @@ def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
     )
 
 
-def _folders(path: os.PathLike[str]) -> list[str]:
-    return [name for name in folder_names(path) if is_text(name)]
-
-
 def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
-    for name in _folders(run.path / "evaluations" / preset):
+    for name in folder_names(run.path, f"evaluations/{preset}"):
         found = _STEP.fullmatch(name)
         # Another spelling of the number would give one step two folders.
         if found and name == f"step_{int(found[1]):08d}":
@@ -252,10 +245,12 @@ def _all_scenes(results: Sequence[Result]) -> list[evaluation_dir.Scene]:
 def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Result]) -> Result:
     """Make a result from its file names; prompts are those of other results, or of the preset."""
     known = {file: scene for each in others for scene, file in each.files.items()}
-    record = _preset_record(run, preset)
-    folder = SampledPreset(run, preset, (), (), NO_REFERENCE, (), ())
+    name, record = f"evaluations/{preset}/preset.json", dict[str, Any]()
+    with suppress(OSError, errors.RecordError), open_below(run.path, name) as preset_file:
+        data = preset_file.read(_MOST_RECORD_BYTES)
+        record = fsio.parse_record(data, dict[str, Any], run.path / name)
     found = {}
-    for file in sorted(folder.files_there(step)):
+    for file in file_names(run.path, f"evaluations/{preset}/step_{step:08d}"):
         if parts := _FILE.fullmatch(file):
             prompts, number = record.get("prompts"), int(parts[1])
             prompt = file
@@ -263,13 +258,6 @@ def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Re
                 prompt = str(prompts[number])
             found[known.get(file) or evaluation_dir.Scene(prompt, int(parts[2]))] = file
     return Result(preset, step, found, is_whole=False)
-
-
-def _preset_record(run: RunDirectory, preset: str) -> dict[str, Any]:
-    name = f"evaluations/{preset}/preset.json"
-    with suppress(OSError, errors.RecordError), open_below(run.path, name) as file:
-        return fsio.parse_record(file.read(_MOST_RECORD_BYTES), dict[str, Any], run.path / name)
-    return {}
 
 
 def _reference(run: RunDirectory, preset: str, kept: Keep) -> ReferenceRanges:
@@ -282,9 +270,12 @@ def _reference(run: RunDirectory, preset: str, kept: Keep) -> ReferenceRanges:
 def _failed(
     run: RunDirectory, preset: str, done: Collection[int], kept: Keep
 ) -> Sequence[Mapping[str, Any]]:
-    folder = evaluation_dir.EvaluationDirectory(run).path / "claims" / preset
-    version = list[Hashable]([len(done)])
-    with suppress(OSError), os.scandir(folder) as entries:
+    version, path = list[Hashable]([len(done)]), ("evaluations", "claims", preset)
+    with (
+        suppress(OSError),
+        open_folder_below(run.path, path) as folder,
+        os.scandir(folder) as entries,
+    ):
         for each in entries:
             if each.is_symlink():
                 return ()

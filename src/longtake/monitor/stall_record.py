@@ -1,7 +1,11 @@
 """The record of a stall: suspects, waiting ranks and findings of the flight recorder."""
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from longtake import fsio
 
 StallKind = Literal["stuck", "slow", "lost", "link", "unknown", "cleared"]
 """Kind of a stall, by its cause.
@@ -62,8 +66,8 @@ class MissingIn:
 class StallDiagnosis:
     """The diagnosis of a stall: the content of stalls/<token>.json."""
 
-    token: str  # token of the request for dumps
-    time: str
+    token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]  # of the request for dumps
+    time: fsio.Time
     host: str  # the node that made the diagnosis
     kind: StallKind
     launch: str
