@@ -23,7 +23,6 @@ from longtake.inspection.reader import RunFacts
 from longtake.inspection.sampled import (
     SampledPreset,
     has_results,
-    is_video,
     preset_names,
     read_preset,
 )
@@ -233,15 +232,15 @@ def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int,
     if file is None:
         return Cell(step, number, None, None, False, "not sampled")
     folder = preset.folder(step)
-    path, whole = f"{folder}/{file}", preset.run.path / folder
+    path, whole, is_video = f"{folder}/{file}", preset.run.path / folder, file.endswith(".mp4")
     read = partial(preset.files_there, step)
     if file not in facts.kept(f"{whole}:files", fsio.file_version(whole), read):
-        return Cell(step, number, None, None, is_video(file), f"{file} is gone")
+        return Cell(step, number, None, None, is_video, f"{file} is gone")
     url = links.media(facts.name, path)
-    poster = links.poster(facts.name, path) if is_video(file) else None
+    poster = links.poster(facts.name, path) if is_video else None
     what = "only a still, as" if poster else "left out, as"
     missing = "" if url else f"{what} this page would be too large"
-    return Cell(step, number, url, poster, is_video(file), missing)
+    return Cell(step, number, url, poster, is_video, missing)
 
 
 def _pictures(

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from longtake import errors, progress
 from longtake.cli import say
 from longtake.formatting import plural
 from longtake.monitor import sentences
+from longtake.run_dir import RunDirectory
 from longtake.stacks import common_calls
 
 _PIPE_WIDTH = 120
@@ -40,8 +42,6 @@ def show(
     as_json: say.AsJson = False,
 ) -> None:
     """Show how a run goes, or everything about the steps around one: numbers, events and clips."""
-    from longtake.run_dir import RunDirectory
-
     directory = RunDirectory(run)
     with progress.phase_lines(say.console(), "reading the run's records") as enter:
         from longtake.fsio import check_picture_name
@@ -91,7 +91,6 @@ def health(
     clocks, links and GPUs follow.
     """
     from longtake.inspection.nodes import node_facts, print_nodes
-    from longtake.run_dir import RunDirectory
 
     facts = node_facts(RunDirectory(run), 60 * minutes)
     say.skipped_lines()
@@ -120,7 +119,6 @@ def stacks(
     """
     from longtake.monitor.coordinator import dump_process_tree, dump_run
     from longtake.monitor.dumps import group_processes
-    from longtake.run_dir import RunDirectory
 
     if run is not None and pid is None:
         found, of = dump_run(RunDirectory(run), native=native), str(run)
@@ -153,18 +151,12 @@ def watch(
     say.line(f"Watching {run} on {target.host}; action: {target.settings.action}. Ctrl-C ends it.")
     if not any(target.folder.glob("rank_*")):
         say.line("No rank of it runs on this node now: this waits for one.")
-    if target.settings.hook is None and _names_a_hook(run):
+    names_a_hook = False
+    with suppress(errors.LongtakeError):
+        names_a_hook = RunDirectory(run).recipe().watch.hook is not None
+    if target.settings.hook is None and names_a_hook:
         say.line("watch.hook is not run: this user did not begin the run here (see --trust).")
     watch_node(target)
-
-
-def _names_a_hook(run: Path) -> bool:
-    from longtake.run_dir import RunDirectory
-
-    try:
-        return RunDirectory(run).recipe().watch.hook is not None
-    except errors.LongtakeError:
-        return False
 
 
 def bundle(
@@ -189,7 +181,6 @@ def bundle(
     are not in it; captions and file names of clips may be.
     """
     from longtake.inspection.bundle import check_out, collect, default_name, write
-    from longtake.run_dir import RunDirectory
 
     directory = RunDirectory(run)
     with progress.phase_lines(say.console(), "reading the run's records"):

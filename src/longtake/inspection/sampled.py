@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
 from typing import Any, Final, TypeVar
 
 from pydantic import TypeAdapter
@@ -287,7 +286,3 @@ def _failed(
         return ()
 
     return kept(f"{run.path}/claims/{preset}", tuple(version), read)
-
-
-def is_video(file: str) -> bool:
-    return PurePosixPath(file).suffix.lower() == ".mp4"
