@@ -20,12 +20,7 @@ from longtake.config import Recipe
 from longtake.evaluation_dir import Alarm, Scene
 from longtake.formatting import natural_key
 from longtake.inspection.reader import RunFacts
-from longtake.inspection.sampled import (
-    SampledPreset,
-    has_results,
-    preset_names,
-    read_preset,
-)
+from longtake.inspection.sampled import SampledPreset, has_results, preset_names, read_preset
 from longtake.run_dir import RunDirectory
 
 COLUMNS: Final = 6
