@@ -17,7 +17,6 @@ from longtake.inspection.series import (
     SERIES,
     Series,
     abandoned_branches,
-    read_branch,
     read_series,
 )
 from longtake.run_dir import RunDirectory
@@ -204,7 +203,7 @@ def test_branches_that_were_given_up_are_separate(told: RunDirectory, killed: Ru
     rows = read_rows(told)
     (branch,) = abandoned_branches(rows)
     assert (branch.first_step, branch.last_step, branch.returned_to) == (13, 20, 12)
-    (loss,) = read_branch(branch, ["loss"], 0, 99, 500)
+    (loss,) = branch.read(["loss"], 0, 99, 500)
     assert loss.x.tolist() == list(range(12, 21))
     wanted = [each["loss"] for each in told.metric_lines()[11:20]]
     assert loss.mean.tolist() == wanted

@@ -14,7 +14,7 @@ from tests.fuzz.mutations import damage_json, damage_lines
 from longtake import config
 from longtake.errors import LongtakeError, RecordError
 from longtake.inspection.rows import read_rows
-from longtake.inspection.series import SERIES, abandoned_branches, read_branch, read_series
+from longtake.inspection.series import SERIES, abandoned_branches, read_series
 from longtake.inspection.timeline import (
     PARTS,
     Mark,
@@ -277,7 +277,7 @@ def test_a_damaged_run_has_a_timeline_and_series_or_one_sentence(
     except LongtakeError:
         return
     for some in (
-        *(read_branch(each, list(SERIES), 0, 99, 50) for each in branches),
+        *(each.read(list(SERIES), 0, 99, 50) for each in branches),
         *(read_series(rows, list(SERIES), 0, 2**60, 50, abandoned=each) for each in (False, True)),
     ):
         assert all((np.diff(each.x) > 0).all() for each in some)

@@ -11,9 +11,8 @@ from markupsafe import Markup
 
 from longtake import errors, process
 from longtake.board import data_pictures as pictures
-from longtake.board import html_file
 from longtake.board.overview import status_of
-from longtake.board.pages import PageLinks, render
+from longtake.board.pages import PageLinks, render, render_file, write_file
 from longtake.data.clip import Clip
 from longtake.formatting import one_line
 from longtake.inspection import batch_facts, data_facts, ledger_facts, stills
@@ -100,10 +99,8 @@ def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any])
         RunError: the file cannot be written.
     """
     values = catalog_values(data_facts.facts_of(loaded, summary), None)
-    text = html_file.render_file(
-        "catalog_report.html", title=str(loaded.path), show_command="", **values
-    )
-    html_file.write(out, text)
+    text = render_file("catalog_report.html", title=str(loaded.path), show_command="", **values)
+    write_file(out, text)
 
 
 def current_batch(facts: RunFacts) -> int | None:

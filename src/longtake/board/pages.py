@@ -1,10 +1,13 @@
 """Renders pages from facts to HTML: the same pages for the server and for a report."""
 
+import base64
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import sha256
+from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import quote, urlencode
 
@@ -12,6 +15,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from longtake import errors, fsio
 from longtake.board import assets
 from longtake.formatting import format_duration, format_size, plural, printable_lines
 
@@ -135,6 +139,51 @@ def environment() -> Environment:
     }
     found.globals |= {"pages": PAGES, "states": STATES, "assets": assets}
     return found
+
+
+# --- A file that needs no server and no network ------------------------------------------------
+
+
+def render_file(
+    template: str, links: PageLinks | None = None, scripts: Sequence[str] = (), **values: Any
+) -> str:
+    """Return the text of a file, from a template that extends `file.html`."""
+    files = assets.static_files()
+    styles = [files[name].decode() for name in assets.STYLES]
+
+    def hashes(texts: Iterable[str]) -> str:
+        digests = (base64.b64encode(sha256(each.encode()).digest()).decode() for each in texts)
+        return " ".join(f"'sha256-{each}'" for each in digests) or "'none'"
+
+    # Nothing is loaded. Scripts and styles are allowed by their hashes, so no text of a run can
+    # add another.
+    policy = (
+        f"default-src 'none'; style-src {hashes(styles)}; script-src {hashes(scripts)}; "
+        "img-src data:; media-src data: blob:; base-uri 'none'; form-action 'none'"
+    )
+    return render(
+        template,
+        links,
+        styles=[Markup(each) for each in styles],  # noqa: S704 - files of this package
+        scripts=[Markup(each) for each in scripts],  # noqa: S704 - files of this package
+        policy=policy,
+        written=fsio.now(),
+        **values,
+    )
+
+
+def write_file(out: Path, text: str) -> None:
+    """Write a page to a file.
+
+    Raises:
+        RunError: the file cannot be written.
+    """
+    try:
+        fsio.write_text(out, text)
+    except OSError as error:
+        raise errors.RunError(
+            f"{out} cannot be written: {error.strerror}. Choose another --out."
+        ) from error
 
 
 # --- Filters ----------------------------------------------------------------------------------

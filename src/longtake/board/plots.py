@@ -8,15 +8,7 @@ import numpy as np
 
 from longtake.board.pages import rounded
 from longtake.inspection.rows import MetricRows
-from longtake.inspection.series import (
-    MAX_PIXELS,
-    SERIES,
-    Series,
-    XAxis,
-    abandoned_branches,
-    read_branch,
-    read_series,
-)
+from longtake.inspection.series import SERIES, Series, XAxis, abandoned_branches, read_series
 from longtake.inspection.timeline import Mark
 
 DEFAULT_PIXELS: Final = 1000
@@ -98,7 +90,7 @@ def series_payload(rows: MetricRows, query: Mapping[str, str]) -> dict[str, Any]
         raise ValueError(f"{', '.join([*unknown, x])[:100]} is no series or axis. Known: {known}.")
     newest = int(rows.kept.step[-1]) if len(rows.kept) else 0
     first, last = _count(query, "first", 0), _count(query, "last", newest)
-    pixels = min(_count(query, "pixels", DEFAULT_PIXELS), MAX_PIXELS)
+    pixels = _count(query, "pixels", DEFAULT_PIXELS)
     found = read_series(rows, names, first, last, pixels, x=cast("XAxis", x))
     return {
         "first": first,
@@ -144,7 +136,7 @@ def _branches(
     for branch in abandoned_branches(rows):
         if branch.last_step < first or branch.first_step > last:
             continue
-        series = read_branch(branch, names, first, last, _MOST_BRANCH_PIXELS)
+        series = branch.read(names, first, last, _MOST_BRANCH_PIXELS)
         found.append(
             {
                 "first": branch.first_step,

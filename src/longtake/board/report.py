@@ -10,8 +10,8 @@ from typing import Final
 from markupsafe import Markup
 
 from longtake import errors, fsio
-from longtake.board import assets, html_file, overview
-from longtake.board.pages import PageLinks, PageName
+from longtake.board import assets, overview
+from longtake.board.pages import PageLinks, PageName, render_file, write_file
 from longtake.board.registry import RENDER
 from longtake.board.samples_page import COLUMNS_OF_TINY, columns
 from longtake.evaluation_dir import EvaluationDirectory
@@ -117,7 +117,7 @@ def render_report(
     # Modules have a scope of their own; in a classic script a function replaces it.
     module = f"(() => {{\n{assets.bundled_module()}}})();\n"
     scripts = [*(files[name].decode() for name in assets.SCRIPTS), module]
-    return html_file.render_file(
+    return render_file(
         "report.html",
         links,
         scripts,
@@ -171,11 +171,11 @@ def write_report(
             f"{path} is not a run directory: it has no recipe.toml. Expected the `out` folder of a "
             "recipe that was trained."
         )
-    html_file.check_name(out)
+    fsio.check_picture_name(out, (".html",))
     # The run directory may be someone else's: no file outside of its folder is opened.
     with fsio.reading_below(reader.folder):
         facts = reader.facts()
         links = ReportLinks(facts, int(media_mib * _MIB) if "samples" in pages else None)
         text = render_report(facts, links, pages, query)
-    html_file.write(out, text)
+    write_file(out, text)
     return links

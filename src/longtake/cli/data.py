@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from longtake import errors, progress
+from longtake import errors, fsio, progress
 from longtake.cli import say
 from longtake.formatting import plural, printable
 
@@ -575,9 +575,9 @@ def show(
     if recipe is None and changes:
         raise typer.BadParameter("there is no RECIPE that --set could change")
     if out is not None:
-        from longtake.board import data_page, html_file
+        from longtake.board import data_page
 
-        html_file.check_name(out)
+        fsio.check_picture_name(out, (".html",))
     loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()), catalog)
     review_captions = None if loaded is None else _captions_reviewer(loaded)
     loaded, costs = (None, None) if loaded is None else _with_costs(loaded)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from longtake import errors, progress
+from longtake import errors, fsio, progress
 from longtake.cli import say
 from longtake.formatting import plural
 from longtake.monitor import sentences
@@ -44,12 +44,11 @@ def show(
     """Show how a run goes, or everything about the steps around one: numbers, events and clips."""
     directory = RunDirectory(run)
     with progress.phase_lines(say.console(), "reading the run's records") as enter:
-        from longtake.fsio import check_picture_name
         from longtake.inspection.facts import run_facts, step_facts
         from longtake.inspection.tables import print_run, print_steps
 
         if out is not None:
-            check_picture_name(out, (".html",))
+            fsio.check_picture_name(out, (".html",))
 
         def say_share(share: float) -> None:
             # Only long phases are printed: for a large file, each quarter is one.

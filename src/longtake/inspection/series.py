@@ -64,7 +64,10 @@ class AbandonedBranch:
     returned_to: int
     """The step after which training continued."""
     rows: MetricRows
-    """Rows of the branch, preceded by the row that it continues."""
+    """Rows of the branch, preceded by the row that it continues: its curve joins the other."""
+
+    def read(self, names: Sequence[str], first: int, last: int, pixels: int) -> list[Series]:
+        return _reduce(self.rows, names, first, last, pixels, "step")
 
 
 def read_series(
@@ -122,13 +125,6 @@ def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int
     passes = np.cumsum(np.diff(rows.step, prepend=0) <= 0)
     _, begins = np.unique(passes[lines], return_index=True)
     return lines[begins], np.append(lines[begins[1:] - 1], lines[-1:])
-
-
-def read_branch(
-    branch: AbandonedBranch, names: Sequence[str], first: int, last: int, pixels: int
-) -> list[Series]:
-    """Return series of one branch, from the row before it on, so that its curve joins the other."""
-    return _reduce(branch.rows, names, first, last, pixels, "step")
 
 
 # --- Reduction --------------------------------------------------------------------------------
