@@ -10,6 +10,7 @@ import typer
 
 from longtake import errors, process, progress
 from longtake.cli import say
+from longtake.run_dir import RunDirectory
 
 if TYPE_CHECKING:
     from longtake.config import Recipe
@@ -119,7 +120,6 @@ def parent_of(
 ) -> "Parent | None":
     """Return the checkpoint that --from names; `out` may be a run that is resumed."""
     from longtake.checkpoint.files import find_parent
-    from longtake.run_dir import RunDirectory
 
     if begin_from is None:
         if weights_only:
@@ -134,7 +134,6 @@ def parent_of(
 
 
 def _say_what_is_kept(out: Path) -> None:
-    from longtake.run_dir import RunDirectory
 
     steps = RunDirectory(out).checkpoint_steps()
     kept = (
@@ -144,7 +143,6 @@ def _say_what_is_kept(out: Path) -> None:
 
 
 def _say_how_to_resume(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> None:
-    from longtake.run_dir import RunDirectory
 
     say.line(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
     say.line("Resume with:" if fresh else "The same command resumes, and so does:")
@@ -153,7 +151,6 @@ def _say_how_to_resume(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> No
 
 def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bool) -> None:
     from longtake.inspection.facts import command_to_sample
-    from longtake.run_dir import RunDirectory
 
     out = outcome.run or recipe.out
     steps = outcome.end_step - outcome.start_step
