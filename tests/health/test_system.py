@@ -19,6 +19,7 @@ from longtake.health.system import (
     Rates,
     ThreadedProbe,
     disk_space,
+    oom_kills,
     open_files,
 )
 from longtake.heartbeat import HeartbeatWriter
@@ -182,6 +183,17 @@ def test_cgroup(
     found = CgroupMemory(tmp_path / "groups", tmp_path / "root").sample()
     names = ("cgroup_memory_bytes", "cgroup_memory_limit_bytes", "cgroup_oom_kills_total")
     assert tuple(found.get(name) for name in names) == expected
+
+
+def test_without_a_count_of_the_cgroup_kills_are_those_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _write(tmp_path, vmstat="pgfault 17\noom_kill 3\ndrop_pagecache 0")
+    monkeypatch.setattr(CgroupMemory, "sample", lambda _: {})
+    assert oom_kills(tmp_path / "vmstat") == 3
+    assert oom_kills(tmp_path / "absent") == 0
+    monkeypatch.setattr(CgroupMemory, "sample", lambda _: {"cgroup_oom_kills_total": 5.0})
+    assert oom_kills(tmp_path / "vmstat") == 5
 
 
 def test_open_files(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from longtake import errors, failures, fsio, process
 from longtake.cluster.options import LaunchOptions
+from longtake.health.system import oom_kills
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
 from longtake.node_dir import NodeDirectory, this_node
 from longtake.parallel.mesh import LOOPBACK
@@ -284,14 +285,6 @@ def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
                 os.kill(pid, number)
 
 
-def _machine_oom_kills() -> int:
-    """Return the number of OOM kills on this machine since boot; 0: unknown."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/vmstat").read_text(encoding="ascii").splitlines()
-        return int(next(line for line in lines if line.startswith("oom_kill ")).split()[1])
-    return 0
-
-
 def _is_running(pid: int) -> bool:
     try:
         return _wait_result(pid) is None
@@ -445,7 +438,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         # From here on a signal is kept for the ranks, which get it in `begin`.
         self._stop.hold()
-        self._oom_kills, self._started_at = _machine_oom_kills(), fsio.now()
+        self._oom_kills, self._started_at = oom_kills(), fsio.now()
         if self._options.endpoint:
             # The first node sets the launch's identifier in the rendezvous's store, below the
             # PrefixStores, whose prefix differs per start.
@@ -522,7 +515,7 @@ class Agent(LocalElasticAgent):
                 continue
             line = _last_line(self._logs.paths[ranks[heartbeat.pid]], code)
             error = _describe_code(code) + (f"; its last line: {line}" if line else "")
-            if code == -signal.SIGKILL and _machine_oom_kills() > self._oom_kills:
+            if code == -signal.SIGKILL and oom_kills() > self._oom_kills:
                 error = f"the kernel killed it, or another process: out of memory; {error}"
             kind: failures.FailureKind = "killed" if code < 0 else "ended"
             log = str(self._logs.paths[heartbeat.rank])

@@ -185,9 +185,16 @@ _CGROUP_FILES: dict[int, dict[str, tuple[str, str]]] = {
 }
 
 
-def oom_kills() -> int | None:
+def oom_kills(machine: Path = Path("/proc/vmstat")) -> int:
+    """Return the number of the job's processes that the kernel killed for lack of memory.
+
+    If this process's cgroup has no such count, it is that of the whole machine; 0: unknown.
+    """
     found = CgroupMemory().sample().get("cgroup_oom_kills_total")
-    return None if found is None else int(found)
+    if found is None:
+        counts = dict(line.split(" ", 1) for line in (read_text(machine) or "").splitlines())
+        found = float(counts.get("oom_kill", 0))
+    return int(found)
 
 
 class DiskProbe(HealthProbe):

@@ -14,14 +14,14 @@ import socket
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from longtake import node_dir, node_events, process
 from longtake.errors import RecordError, RunError
@@ -32,7 +32,6 @@ from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.stall_record import StallDiagnosis
 from longtake.run_dir import RunDirectory
 
-_T = TypeVar("_T")
 StallOutcome = Literal["stalled", "cleared", "failed"]
 _NO_LAUNCH = "start"  # in tokens of stalls before the ranks have met
 _MAX_REQUEST_BYTES = 2**16
@@ -314,8 +313,8 @@ class DumpService:
         self._timeouts = timeouts
         self._actions = reporting.StallActions(target, reporter, timeouts)
         self._requests = RequestQueue(target.node)
-        self._alarms: SimpleQueue[node_dir.DumpRequest] = SimpleQueue()
-        self._begun: SimpleQueue[node_dir.DumpRequest] = SimpleQueue()
+        self._alarms: deque[node_dir.DumpRequest] = deque()
+        self._begun: deque[node_dir.DumpRequest] = deque()
         self._outcomes: dict[str, StallOutcome] = {}
         self._open: dict[str, _OpenStall] = {}
         self._token = ""
@@ -334,7 +333,7 @@ class DumpService:
         return self._requests.new_token(launch, step)
 
     def raise_alarm(self, request: node_dir.DumpRequest) -> None:
-        self._alarms.put(request)
+        self._alarms.append(request)
         self._wake.set()
 
     def prepare(self, *, is_near: bool) -> None:
@@ -343,8 +342,8 @@ class DumpService:
             self._wake.set()
         self._is_near = is_near
 
-    def take_begun(self) -> node_dir.DumpRequest | None:
-        return _next(self._begun)
+    def take_begun(self) -> list[node_dir.DumpRequest]:
+        return [self._begun.popleft() for _ in range(len(self._begun))]
 
     def outcome(self, token: str) -> StallOutcome | None:
         return self._outcomes.get(token)
@@ -377,7 +376,8 @@ class DumpService:
         requests = self._disk.try_ask(lambda: self._requests.look(launch), 2.0) or []
         for reason in self._requests.take_refused():
             self._reporter.emit("request_refused", is_alert=False, reason=reason)
-        while (alarm := _next(self._alarms)) is not None:
+        while self._alarms:
+            alarm = self._alarms.popleft()
             launch, token = self._timeouts.launch, alarm["token"]
             # Two nodes may notice the same hang: one request is enough for both.
             if any(each.get("stall", {}).get("launch") == launch for each in requests):
@@ -400,7 +400,7 @@ class DumpService:
         self._token = token
         self._requests.take(token)
         if reason == "stall":
-            self._begun.put(request)
+            self._begun.append(request)
         self._reporter.log(f"{token}: dumping all processes ({reason}, asked by {request['by']})")
         before, since = self._heartbeats(), time.monotonic()
         dump = self._dump(request)
@@ -532,10 +532,6 @@ class DumpService:
         return {host: each for host, each in found.items() if host != self._target.host}
 
 
-def _next(queue: SimpleQueue[_T]) -> _T | None:
-    return None if queue.empty() else queue.get()  # only this thread takes from it
-
-
 # --- On request of a person.
 
 
@@ -582,8 +578,8 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
         silent = [host for host in silent if host != here]
     if not (nodes or own or silent):
         raise RunError(
-            f"No process of {run.path} runs: there is none on this node ({here}), and no watcher "
-            "of another one answers. "
+            f"No process of {run.path} runs: this node ({here}) has no such process, and no "
+            "watcher of another node answers. "
             f"To see how it ended: {process.command()} show {shlex.quote(str(run.path))}"
         )
     return RunDumps(tuple(node.dump_path(token) for node in nodes), own, tuple(silent))

@@ -29,7 +29,7 @@ from longtake.run_dir import RunDirectory
 
 HealthEvent = tuple[NodeEventKind, dict[str, Any]]
 _LOOK_SECONDS = 0.25
-_CLOSE_SECONDS = 0.5
+_CLOSE_SECONDS, _LOG_CLOSE_SECONDS = 0.5, 0.3
 
 
 class NodeHealth:
@@ -86,7 +86,7 @@ class NodeHealth:
             self._thread.join(_CLOSE_SECONDS)
         for probe in self._probes:
             probe.close()
-        self._log.close()
+        self._log.close(_LOG_CLOSE_SECONDS)
 
     def latest(self) -> system.Numbers:
         return dict(self._latest)
@@ -390,18 +390,12 @@ _MAX_LOG_BYTES = 64 * 2**20
 _MAX_WAITING = 60
 
 
-class HealthLog:
+class HealthLog(QueueThread[dict[str, Any]]):
     """Log of health samples, written in a thread of its own and kept below `max_bytes`."""
 
     def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
         self._path, self._max_bytes = path, max_bytes
-        self._thread = QueueThread("health log", self._write, _MAX_WAITING)
-
-    def put(self, record: dict[str, Any]) -> None:
-        self._thread.put(record)
-
-    def close(self, patience_seconds: float = 0.3) -> None:
-        self._thread.close(patience_seconds)
+        super().__init__("health log", self._write, _MAX_WAITING)
 
     def _write(self, record: dict[str, Any]) -> None:
         with suppress(OSError):  # a full disk is reported elsewhere

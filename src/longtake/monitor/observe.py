@@ -190,13 +190,13 @@ class LivenessTracker:
         self._launches: set[str] = set()
         self._counts: deque[tuple[float, int]] = deque(maxlen=_NUM_COUNTS)
 
-    def count_oom_kills(self, count: Callable[[], int | None], now: float) -> None:
+    def count_oom_kills(self, count: Callable[[], int], now: float) -> None:
         """Call `count`, if its last result is some seconds old, to know later which are recent."""
         if not self._counts or now - self._counts[-1][0] >= _SECONDS_BETWEEN_COUNTS:
-            self._counts.append((now, count() or 0))
+            self._counts.append((now, count()))
 
-    def recent_oom_kills(self, kills: int | None) -> int:
-        return max(0, (kills or 0) - self._counts[0][1]) if self._counts else 0
+    def recent_oom_kills(self, kills: int) -> int:
+        return max(0, kills - self._counts[0][1]) if self._counts else 0
 
     def dead_ranks(self, living: Iterable[Heartbeat], dead: Iterable[Heartbeat]) -> list[DeadRank]:
         """Return ranks that died since the last call."""

@@ -332,7 +332,7 @@ class StallDetector:
 
     def check(self, snapshot: observe.Snapshot) -> None:
         """Note stalls of other nodes, close a stall that is over, and raise the next alarm."""
-        while (request := self._service.take_begun()) is not None:
+        for request in self._service.take_begun():
             is_own = request["by"] == self._target.host
             if self._stall is not None and self._stall.token == request["token"]:
                 self._stall.is_asker = is_own
