@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -184,13 +184,14 @@ class Beat:
                 os.write(int(self._descriptor), b".")
 
 
+@dataclass(eq=False)
 class KeptProcess:
     """A child program that is restarted whenever it ends, until `end` is called.
 
     A start that fails raises no error and is repeated later. The program runs in its own session:
     Ctrl-C and a scheduler's signals to this process do not reach it.
 
-    Args:
+    Attributes:
         name: name of the thread that waits for the program.
         command: program and arguments, as the function `program` returns them.
         log: file to which its stdout and stderr are appended; a symbolic link is not followed.
@@ -203,28 +204,21 @@ class KeptProcess:
         terminal: descriptor to pass on as `TERMINAL_VARIABLE`; None: pass nothing.
     """
 
-    def __init__(
-        self,
-        name: str,
-        command: Sequence[str],
-        log: Path,
-        *,
-        inside: Path,
-        changes: Mapping[str, str] | None = None,
-        has_pipe: bool = False,
-        until_success: bool = False,
-        silent_seconds: float = math.inf,
-        terminal: int | None = None,
-    ) -> None:
-        self._name, self._command, self._log, self._inside = name, list(command), log, inside
-        self._changes, self._has_pipe = dict(changes or {}), has_pipe
-        self._until_success = until_success
-        self._silent_seconds, self._terminal = silent_seconds, terminal
-        self._beats: int | None = None  # reading end of the current process's beat pipe
-        self._process: subprocess.Popen[bytes] | None = None
-        self._thread: threading.Thread | None = None
-        self._is_over = threading.Event()
-        self._lock = threading.Lock()
+    name: str
+    command: Sequence[str]
+    log: Path
+    _: KW_ONLY
+    inside: Path
+    changes: Mapping[str, str] = field(default_factory=dict)
+    has_pipe: bool = False
+    until_success: bool = False
+    silent_seconds: float = math.inf
+    terminal: int | None = None
+    _beats: int | None = field(default=None, init=False)  # reads the process's beat pipe
+    _process: "subprocess.Popen[bytes] | None" = field(default=None, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _is_over: threading.Event = field(default_factory=threading.Event, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     @property
     def pid(self) -> int | None:
@@ -248,7 +242,7 @@ class KeptProcess:
         if self._thread is None:
             with self._lock:
                 self._begin()
-            self._thread = threading.Thread(target=self._keep, name=self._name, daemon=True)
+            self._thread = threading.Thread(target=self._keep, name=self.name, daemon=True)
             self._thread.start()
 
     def end(self) -> None:
@@ -263,7 +257,7 @@ class KeptProcess:
                 self._process.kill()
                 with suppress(subprocess.TimeoutExpired):  # so that it holds nothing any more
                     self._process.wait(_KILL_SECONDS)
-                if self._until_success:
+                if self.until_success:
                     self._begin()
             self._stop_keeping()
 
@@ -277,7 +271,7 @@ class KeptProcess:
         while True:
             delay.started()
             process = self._process
-            if self._wait_for_end() == 0 and self._until_success:
+            if self._wait_for_end() == 0 and self.until_success:
                 self.end()
             # `end` may have started one last process, which has to be waited for, too.
             if self._is_over.wait(delay.seconds) and self._process is process:
@@ -300,36 +294,36 @@ class KeptProcess:
                 if not os.read(beats, 4096):
                     break
                 silent = 0.0
-            elif (silent := silent + _BEAT_LOOK_SECONDS) >= self._silent_seconds:
+            elif (silent := silent + _BEAT_LOOK_SECONDS) >= self.silent_seconds:
                 process.kill()
         os.close(beats)
         return process.wait()
 
     def _begin(self) -> None:
-        if not self._inside.is_dir():
+        if not self.inside.is_dir():
             self._stop_keeping()
             return
         with suppress(OSError):
             # Not parents=True: a run directory that somebody removes must not come back.
-            for folder in [*self._log.relative_to(self._inside).parents][-2::-1]:
-                (self._inside / folder).mkdir(exist_ok=True)
+            for folder in [*self.log.relative_to(self.inside).parents][-2::-1]:
+                (self.inside / folder).mkdir(exist_ok=True)
             flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-            log = os.open(self._log, flags, 0o666)
+            log = os.open(self.log, flags, 0o666)
             # A full pipe must not block the child, so its end does not block.
             beats, theirs = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(theirs, False)
             inherited = {BEAT_VARIABLE: theirs}
             with suppress(OSError):  # it was closed
-                if self._terminal is not None:
-                    inherited[TERMINAL_VARIABLE] = duplicate(self._terminal)
+                if self.terminal is not None:
+                    inherited[TERMINAL_VARIABLE] = duplicate(self.terminal)
             numbers = {name: str(number) for name, number in inherited.items()}
             try:
                 process = subprocess.Popen(  # noqa: S603 - ourselves
-                    self._command,
-                    stdin=subprocess.PIPE if self._has_pipe else subprocess.DEVNULL,
+                    self.command,
+                    stdin=subprocess.PIPE if self.has_pipe else subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
-                    env=environment(**self._changes, **numbers),
+                    env=environment(**self.changes, **numbers),
                     start_new_session=True,
                     pass_fds=tuple(inherited.values()),
                 )
@@ -386,6 +380,7 @@ class Stopped(Exception):  # noqa: N818 - nothing is wrong
     """Work was stopped on request; see `StopSignal.check`."""
 
 
+@dataclass(eq=False)
 class StopSignal:
     """Context manager that turns signals into a request to stop; enter it in the main thread.
 
@@ -393,7 +388,7 @@ class StopSignal:
     `second` says otherwise. A signal that the process was started to ignore stays ignored (Ctrl-C
     for a background job).
 
-    Args:
+    Attributes:
         signals: signals that request a stop.
         ignored: signals that are ignored within the block.
         patience_seconds: delay from each signal until the stop is `wanted`; missing: 0.
@@ -404,32 +399,25 @@ class StopSignal:
         answer: called with the first signal, at once, in a thread of its own: C code may block the
             main thread, and with it all Python handlers, for ever. With `answer` and `second` =
             `interrupt`, a second SIGINT exits within seconds even if it cannot raise.
-
-    Attributes:
         reason: the signal's name, or the reason given to `request`; None: no stop is requested.
     """
 
-    def __init__(
-        self,
-        signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
-        *,
-        ignored: Sequence[signal.Signals] = (),
-        patience_seconds: Mapping[signal.Signals, float] | None = None,
-        second: Literal["ignore", "interrupt", "default"] = "ignore",
-        on_signal: Callable[[signal.Signals, bool], object] | None = None,
-        keeps_ignored: bool = True,
-        answer: Callable[[signal.Signals], object] | None = None,
-    ) -> None:
-        self.reason: str | None = None
-        self._signals, self._ignored = signals, ignored
-        self._patience, self._second = dict(patience_seconds or {}), second
-        self._on_signal, self._keeps_ignored, self._answer = on_signal, keeps_ignored, answer
-        self._is_interrupted = False
-        self._wakeups: tuple[int, int] | None = None  # wakeup descriptors: the old one, our own
-        self._requested_at: float | None = None
-        self._due = math.inf
-        self._before: dict[int, Any] = {}
-        self._pipe: tuple[int, int] | None = None  # wakes `wait`; a lock is not safe in a handler
+    signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)
+    _: KW_ONLY
+    ignored: Sequence[signal.Signals] = ()
+    patience_seconds: Mapping[signal.Signals, float] = field(default_factory=dict)
+    second: Literal["ignore", "interrupt", "default"] = "ignore"
+    on_signal: Callable[[signal.Signals, bool], object] | None = None
+    keeps_ignored: bool = True
+    answer: Callable[[signal.Signals], object] | None = None
+    reason: str | None = field(default=None, init=False)
+    _is_interrupted: bool = field(default=False, init=False)
+    _wakeups: tuple[int, int] | None = field(default=None, init=False)  # descriptors: old, own
+    _requested_at: float | None = field(default=None, init=False)
+    _due: float = field(default=math.inf, init=False)
+    _before: dict[int, Any] = field(default_factory=dict, init=False)
+    # Wakes `wait`; a lock is not safe in a signal handler.
+    _pipe: tuple[int, int] | None = field(default=None, init=False)
 
     @property
     def is_requested(self) -> bool:
@@ -471,13 +459,13 @@ class StopSignal:
     def __enter__(self) -> Self:
         # The pipe exists before the first handler is installed, as handlers write to it.
         self._pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        for number in (*self._signals, *self._ignored):
+        for number in (*self.signals, *self.ignored):
             before = signal.getsignal(number)
-            if number in self._ignored:
+            if number in self.ignored:
                 self._before[number] = signal.signal(number, signal.SIG_IGN)
-            elif before != signal.SIG_IGN or not self._keeps_ignored:
+            elif before != signal.SIG_IGN or not self.keeps_ignored:
                 self._before[number] = signal.signal(number, self._receive)
-        if self._answer is not None:
+        if self.answer is not None:
             received, written = os.pipe2(os.O_CLOEXEC)
             os.set_blocking(written, False)
             self._wakeups = signal.set_wakeup_fd(written, warn_on_full_buffer=False), written
@@ -504,31 +492,31 @@ class StopSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         received, is_first = signal.Signals(number), not self.is_requested
-        self.request(received.name, self._patience.get(received, 0.0))
-        if is_first and self._second == "default":
-            for each in self._signals:
+        self.request(received.name, self.patience_seconds.get(received, 0.0))
+        if is_first and self.second == "default":
+            for each in self.signals:
                 if each in self._before:
                     signal.signal(each, self._before[each])
-        if self._on_signal is not None:
-            self._on_signal(received, is_first)
-        if not is_first and self._second == "interrupt" and received == signal.SIGINT:
+        if self.on_signal is not None:
+            self.on_signal(received, is_first)
+        if not is_first and self.second == "interrupt" and received == signal.SIGINT:
             self._is_interrupted = True
             raise KeyboardInterrupt
 
     def _answer_all(self, wakeups: int) -> None:
         """Answer the signals whose numbers Python's handler in C writes to a pipe."""
-        assert self._answer is not None
+        assert self.answer is not None
         # CPython runs Python handlers only between bytecodes of the main thread. A collective or
         # a read from a dead file system may never return to it, but set_wakeup_fd still writes.
         is_first = True
         with open(wakeups, "rb", buffering=0) as numbers:
             while number := numbers.read(1):
-                if (received := signal.Signals(number[0])) not in self._signals:
+                if (received := signal.Signals(number[0])) not in self.signals:
                     continue
                 if is_first:
                     is_first = False
-                    self._answer(received)
-                elif self._second == "interrupt" and received == signal.SIGINT:
+                    self.answer(received)
+                elif self.second == "interrupt" and received == signal.SIGINT:
                     time.sleep(_INTERRUPT_SECONDS)
                     if not self._is_interrupted:
                         os._exit(EXIT_CODES[received.name])

@@ -249,17 +249,9 @@ def fill_latents(
             written.
     """
     data, under_way = cache.data, deque[tuple[Window, list[_Reading]]]()
-    limit, memory = data.sample_timeout_seconds, data.sample_memory_gib
+    examples = [each.item().clip.media for each in clips[:3]]
     with (
-        decode_worker.DecodePool(
-            data.workers,
-            limit,
-            memory_gib=memory,
-            heartbeats=heartbeats,
-            store=data.store,
-            # Examples tell a clip that is gone from a store that is down.
-            examples=tuple(each.item().clip.media for each in clips[:3]),
-        ) as pool,
+        decode_worker.DecodePool.of_recipe(data, heartbeats, examples) as pool,
         PackWriter(cache.packs) as writer,
     ):
         for done, each in enumerate(_shuffled(clips)):

@@ -11,9 +11,10 @@ import mmap
 import pickle
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake import errors, process, stacks
-from longtake.config import StoreSection
+from longtake.config import DataSection, StoreSection
 from longtake.data import stores
 from longtake.data.clip import Media
 from longtake.data.conditioning import Wanted, read
@@ -32,25 +33,19 @@ from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
+_THREADS = 2  # without worker processes
 _TRIM_EVERY = 100  # items after which freed memory is returned
 
 
+@dataclass(frozen=True)
 class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
     """Task that reads windows of clips and their further inputs into shared memory."""
 
+    silence_seconds: float
+    memory_gib: float
+    store: StoreSection
+    examples: tuple[Media, ...]
     start_hint = "; or decode in threads of this process: data.workers=0"
-
-    def __init__(
-        self,
-        silence_seconds: float,
-        memory_gib: float,
-        store: StoreSection | None = None,
-        examples: tuple[Media, ...] = (),
-    ) -> None:
-        self.silence_seconds = silence_seconds
-        self.memory_gib = memory_gib
-        self.examples = examples
-        self.store = store or StoreSection()
 
     def do(
         self,
@@ -76,13 +71,11 @@ class DecodePool:
         sample_timeout_seconds: float = 60.0,
         *,
         memory_gib: float = MEMORY_GIB,
-        threads: int = 2,
         heartbeats: HeartbeatDir | None = None,
-        store: StoreSection | None = None,
+        store: StoreSection = StoreSection(),  # noqa: B008 - immutable
         examples: tuple[Media, ...] = (),
     ) -> None:
-        self._client = stores.StoreClient(store or StoreSection(), memory_gib, examples)
-        self._memory_gib = memory_gib
+        self._client = stores.StoreClient(store, memory_gib, examples)
         self._threads: ThreadPoolExecutor | None = None
         self._workers: WorkerPool[Wanted, NDArray[np.uint8]] | None = None
         if workers:
@@ -91,7 +84,21 @@ class DecodePool:
                 task, workers, attempts=2, num_buffers=2, heartbeats=heartbeats
             )
         else:
-            self._threads = ThreadPoolExecutor(threads, thread_name_prefix="decode")
+            self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="decode")
+
+    @classmethod
+    def of_recipe(
+        cls, data: DataSection, heartbeats: HeartbeatDir | None, examples: Iterable[Media]
+    ) -> Self:
+        """Start a pool with a recipe's workers and limits; see `StoreClient` for `examples`."""
+        return cls(
+            data.workers,
+            data.sample_timeout_seconds,
+            memory_gib=data.sample_memory_gib,
+            heartbeats=heartbeats,
+            store=data.store,
+            examples=tuple(examples),
+        )
 
     def submit(
         self, wanted: Wanted, out: NDArray[np.uint8] | None = None
@@ -106,7 +113,7 @@ class DecodePool:
         if self._workers:
             return self._workers.submit(wanted, out)
         assert self._threads
-        return self._threads.submit(_read_twice, wanted, out, self._memory_gib, self._client)
+        return self._threads.submit(_read_twice, wanted, out, self._client)
 
     def incidents(self) -> list[WorkerIncident]:
         return self._workers.incidents() if self._workers else []
@@ -211,13 +218,11 @@ def _reply(
 
 
 def _read_twice(
-    wanted: Wanted,
-    out: NDArray[np.uint8],
-    memory_gib: float,
-    client: stores.StoreClient,
+    wanted: Wanted, out: NDArray[np.uint8], client: stores.StoreClient
 ) -> NDArray[np.uint8]:
     """Read a window or further input, a second time if the first try fails."""
-    with pixels_limited(memory_gib), stores.using(client):
+    assert client.memory_gib is not None
+    with pixels_limited(client.memory_gib), stores.using(client):
         try:
             return read(wanted, out)
         except stores.ASKED_ENOUGH:

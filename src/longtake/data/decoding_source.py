@@ -65,14 +65,7 @@ class DecodingSource:
             for row in sorted({0, len(catalog) // 2, len(catalog) - 1})
             if len(catalog)
         ]
-        self.pool = DecodePool(
-            data.workers,
-            data.sample_timeout_seconds,
-            memory_gib=data.sample_memory_gib,
-            heartbeats=heartbeats,
-            store=data.store,
-            examples=tuple(examples),
-        )
+        self.pool = DecodePool.of_recipe(data, heartbeats, examples)
         self.incidents, self.close = self.pool.incidents, self.pool.close
         self.take_fetched = self.pool.take_fetched
 

@@ -7,7 +7,7 @@ cannot be decoded is quarantined, and a real clip of the batch takes its place w
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,31 +44,20 @@ class UpcomingSamples(NamedTuple):
     seeds: tuple[int, ...]
 
 
+@dataclass
 class Prefetch:
-    """Batches that are fetched ahead of the training step, in order.
+    """Batches that are fetched ahead of the training step, in order."""
 
-    Args:
-        source: fetches the samples; it is closed together with this object.
-        assembler: starts the fetching of each batch.
-        world_size: number of data-parallel ranks.
-        num_batches: minimum number of batches fetched ahead.
-        num_workers: number of decoding processes; enough batches are begun to keep all busy.
-    """
+    source: SampleSource  # closed together with this object
+    assembler: BatchAssembler
+    world_size: int  # number of data-parallel ranks
+    num_batches: int  # minimum number of batches fetched ahead
+    num_workers: int  # decoding processes; enough batches are begun to keep all of them busy
+    waiting: deque[PendingBatch] = field(default_factory=deque)
+    _following: int = 0  # number of the batch to begin next
 
-    def __init__(
-        self,
-        source: SampleSource,
-        assembler: BatchAssembler,
-        world_size: int,
-        num_batches: int,
-        num_workers: int,
-    ) -> None:
-        self.source = source
-        self.waiting: deque[PendingBatch] = deque()
-        self.close = source.close
-        self._assembler, self._world_size = assembler, world_size
-        self._num_batches, self._num_workers = num_batches, num_workers
-        self._following = 0  # number of the batch to begin next
+    def close(self) -> None:
+        self.source.close()
 
     def fill(
         self, history: PlanHistory, skipped: SkippedRanges, step: int, end: int | None
@@ -80,13 +69,13 @@ class Prefetch:
         while end is None or self._following < end:
             size = 1
             if self.waiting:
-                size = num_places(self.waiting[-1].planned.batch_size, self._world_size)
+                size = num_places(self.waiting[-1].planned.batch_size, self.world_size)
             # Enough samples for each worker and one more; small batches need a longer queue for
             # that.
-            if len(self.waiting) > max(self._num_batches, -(-(self._num_workers + 1) // size)):
+            if len(self.waiting) > max(self.num_batches, -(-(self.num_workers + 1) // size)):
                 return
             planned = history.batch(self._following)
-            self.waiting.append(self._assembler.begin(planned, self.source))
+            self.waiting.append(self.assembler.begin(planned, self.source))
             self._following = skipped.next_kept(self._following + 1)
 
 

@@ -29,7 +29,7 @@ from longtake import errors, heartbeat, process, stacks
 from longtake.config import StoreSection
 from longtake.data import clip
 from longtake.data.clip import Media
-from longtake.data.stores import Fetched
+from longtake.data.stores import Fetched, StoreClient
 
 Item = TypeVar("Item")
 ClipItem = TypeVar("ClipItem", bound=clip.Clip | clip.Item)
@@ -148,7 +148,7 @@ class WorkerPool(Generic[Item, Result]):
         self._start = _Start(pickle.dumps(task), task.num_cpus, num_buffers, heartbeats, cwd)
         self._queue: deque[_Job] = deque()
         self._incidents: list[WorkerIncident] = []
-        self._fetched = Fetched()
+        self._client = StoreClient(task.store)  # counts what the workers have fetched
         self._workers: list[_Worker] = []
         self._failed_starts = 0
         self._lock = threading.Lock()
@@ -184,9 +184,7 @@ class WorkerPool(Generic[Item, Result]):
 
     def take_fetched(self) -> Fetched:
         """Return bytes, seconds and retries of reading object stores since the last call."""
-        with self._lock:
-            taken, self._fetched = self._fetched, Fetched()
-        return taken
+        return self._client.take_fetched()
 
     def running(self) -> dict[int, Item | None]:
         """Return the item that each process works on, or None, by process id."""
@@ -288,8 +286,7 @@ class WorkerPool(Generic[Item, Result]):
         if kind == "progress":
             return
         if kind == "fetched":
-            with self._lock:
-                self._fetched += value
+            self._client.count(value)
             return
         job, buffer = worker.job, worker.buffer
         worker.finish()
