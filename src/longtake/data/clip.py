@@ -83,13 +83,11 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Clip:
-    """One video, or one image (a clip of one frame), that can be trained on."""
+class Footage:
+    """Properties of one video, or of one image (a video of one frame)."""
 
     identity: str  # BLAKE2b-128 of the content as 32 hex digits, independent of path and name
-    media: Media
     kind: Kind
-    caption: str  # description of the content; empty if unknown
     num_frames: int  # number of frames that decoding yields, whatever the header says
     width: int  # pixels of the upright picture as it is shown, in square pixels
     height: int  # pixels of the upright picture as it is shown, in square pixels
@@ -105,6 +103,14 @@ class Clip:
     timing: Timing | None = None  # None if the file's timestamps do not identify its frames
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
     seek_pts: int | None = None  # of the keyframe before a span; None: the file's start
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip(Footage):
+    """One video or image that can be trained on."""
+
+    media: Media
+    caption: str  # description of the content; empty if unknown
     prepared_from: str = ""  # identity of the original, if this clip was transcoded; else empty
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores by name, such as `nouns`
     conditioning: Mapping[str, Given] = field(default_factory=dict)  # by column, as in the source

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from longtake.data import content, stores
-from longtake.data.clip import MIRRORED, Item, Kind, Media, Timing, is_turned
+from longtake.data.clip import MIRRORED, Footage, Item, Media, Timing, is_turned
 from longtake.data.decode_limits import (
     DEFAULT,
     Limits,
@@ -288,29 +288,9 @@ _COLOR_TRANSFERS = {
 
 
 @dataclass(frozen=True)
-class Probe:
-    """Properties of one video or image, found by decoding all of it or from its container.
+class Probe(Footage):
+    """Properties of one video or image, found by decoding all of it or from its container."""
 
-    All fields but the last are those of `longtake.data.clip.Clip`, which explains them.
-    """
-
-    identity: str
-    kind: Kind
-    num_frames: int
-    width: int
-    height: int
-    fps: float
-    duration_seconds: float
-    stream_index: int
-    rotation: int
-    codec: str
-    pix_fmt: str
-    color_range: str = ""
-    color_transfer: str = ""
-    color_matrix: str | None = None
-    timing: Timing | None = None
-    keyframes: tuple[int, ...] = ()
-    seek_pts: int | None = None
     is_trusted: bool = False  # frames were counted as the container's packets, not decoded
 
     @property
