@@ -26,16 +26,8 @@ from av.video.stream import VideoStream
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from longtake.data import content, stores
+from longtake.data import content, decode_limits, stores
 from longtake.data.clip import MIRRORED, Footage, Item, Media, Timing, is_turned
-from longtake.data.decode_limits import (
-    DEFAULT,
-    Limits,
-    OutOfTimeError,
-    check_pixels,
-    max_pixels,
-    out_of_memory,
-)
 from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
 
@@ -62,7 +54,7 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
                 data = file.read(-1 if media.num_bytes is None else media.num_bytes)
             # Warnings are about metadata; sizes are checked below.
             with warnings.catch_warnings(action="ignore"), Image.open(io.BytesIO(data)) as image:
-                check_pixels(media, image.width, image.height)
+                decode_limits.check_pixels(media, image.width, image.height)
                 num_pictures = getattr(image, "n_frames", 1)
                 if num_pictures > 1 and image.format != "MPO":
                     remedy = "make a video or images of it"
@@ -78,7 +70,9 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
         except Image.DecompressionBombError as error:
             raise ClipError(str(media), "too many pixels for one picture") from error
         except MemoryError as error:
-            raise ClipError(str(media), f"not a readable image: {out_of_memory()}") from error
+            raise ClipError(
+                str(media), f"not a readable image: {decode_limits.out_of_memory()}"
+            ) from error
         except Exception as error:  # a hostile file makes Pillow's parsers raise almost anything
             reason = str(error).split(" <_io")[0] or type(error).__name__
             raise ClipError(str(media), f"not a readable image: {reason}") from error
@@ -127,7 +121,7 @@ def opened(
     Decoding is strict (`err_detect=explode`) and single-threaded. Without `stream_index`, the first
     video stream that is not a cover picture is taken.
     """
-    limit = {"max_pixels": str(max_pixels())}
+    limit = {"max_pixels": str(decode_limits.max_pixels())}
     with stores.local(media) as media:
         try:
             _check_gif(media)
@@ -146,7 +140,9 @@ def opened(
                     raise ClipError(str(media), "no decoder for its video codec")
                 # One thread decodes one file: parallelism comes from the processes of the pool.
                 stream.codec_context.thread_count = 1
-                check_pixels(media, stream.codec_context.width, stream.codec_context.height)
+                decode_limits.check_pixels(
+                    media, stream.codec_context.width, stream.codec_context.height
+                )
                 stream.codec_context.options = {"err_detect": "explode", **limit}
                 yield container, stream
         except _FAILURES as error:
@@ -163,7 +159,7 @@ def _check_gif(media: Media) -> None:
         header = file.read(_GIF_HEADER.size)
     if header.startswith(b"GIF8") and len(header) == _GIF_HEADER.size:
         _, width, height = _GIF_HEADER.unpack(header)
-        check_pixels(media, width, height)
+        decode_limits.check_pixels(media, width, height)
 
 
 def _video_stream(media: Media, container: InputContainer, index: int | None) -> VideoStream:
@@ -245,7 +241,7 @@ def rgb(frame: VideoFrame) -> NDArray[np.uint8]:
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, MemoryError):
-        return out_of_memory()
+        return decode_limits.out_of_memory()
     return getattr(error, "strerror", None) or str(error) or type(error).__name__
 
 
@@ -567,7 +563,7 @@ def square_size(media: Media, stream: VideoStream, frame: VideoFrame) -> tuple[i
     width = round(frame.width * ratio)
     if not width:
         raise ClipError(str(media), f"has pixels of the aspect ratio {ratio}: it would have none")
-    check_pixels(media, width, frame.height)
+    decode_limits.check_pixels(media, width, frame.height)
     return frame.height, width
 
 
@@ -615,7 +611,7 @@ def name_error(media: Media) -> ClipError | None:
 class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
     """Task that probes one file; also returns whether the same bytes always give this result."""
 
-    limits: Limits = DEFAULT
+    limits: decode_limits.Limits = decode_limits.DEFAULT
     trusts_metadata: bool = False  # for videos; see `probe`
     silence_seconds: float = SILENCE_SECONDS
 
@@ -634,7 +630,7 @@ class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
                 return probe(media, progress, trusts_metadata=self.trusts_metadata), True
         # A timeout or an unreachable store says nothing about the bytes, so the next call tries
         # again.
-        except (OutOfTimeError, stores.UnreachableError) as error:
+        except (decode_limits.OutOfTimeError, stores.UnreachableError) as error:
             return ClipError(error.path, error.reason), False
         except ClipError as error:
             return error, True
