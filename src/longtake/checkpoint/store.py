@@ -439,7 +439,10 @@ class Staging:
     def _copied_tensor(self, tensor: Tensor, key: str) -> Tensor:
         """Copy a tensor; one that is made of tensors (a DTensor, an 8-bit state) part by part."""
         if not hasattr(tensor, "__tensor_flatten__"):
-            return self._buffer(tensor, key).copy_(tensor, non_blocking=True)
+            buffer = self._buffers.get(key)
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffer = self._buffers[key] = host_like(tensor)
+            return buffer.copy_(tensor, non_blocking=True)
         made = cast("Any", tensor)
         names, context = made.__tensor_flatten__()
         inner = {name: getattr(tensor, name) for name in names}  # a DTensor's mesh is among them
@@ -450,13 +453,6 @@ class Staging:
             inner, context, tensor.shape, tensor.stride()
         )
         return whole
-
-    def _buffer(self, tensor: Tensor, key: str) -> Tensor:
-        buffer = self._buffers.get(key)
-        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-            buffer = host_like(tensor)
-            self._buffers[key] = buffer
-        return buffer
 
 
 # --- Writing one checkpoint -------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """Turn a loader's batch into micro-batches on the device.
 
-    Batch -> draw_on_host -> HostInputs -> copy_to_device -> DeviceInputs -> encode -> MicroBatch
+    Batch -> draw_on_host -> RawInputs -> copy_to_device -> CopiedInputs -> encode -> EncodedInputs
+
+EncodedInputs hold a MicroBatch, as `assemble` makes it, and the event after which it is ready.
 
 Every random number of a sample is drawn on the CPU from the sample's own seed, so that noise does
 not depend on the device, the number of ranks or the micro-batch size.
@@ -52,7 +54,7 @@ class MicroBatch(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostInputs:
+class RawInputs:
     """Tensors and captions of a micro-batch before encoding, with caption dropout applied."""
 
     tensors: Mapping[str, Tensor]  # noise, sigmas, weights, and videos or latents
@@ -66,7 +68,7 @@ class HostInputs:
     def groups(self) -> tuple[Mapping[str, Tensor], ...]:
         return self.tensors, self.conditioning, self.further
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "HostInputs":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "RawInputs":
         """Return a copy with `change` applied to every tensor."""
         tensors, conditioning, further = (
             {name: change(tensor) for name, tensor in group.items()} for group in self.groups
@@ -74,10 +76,10 @@ class HostInputs:
         return replace(self, tensors=tensors, conditioning=conditioning, further=further)
 
 
-class DeviceInputs(NamedTuple):
+class CopiedInputs(NamedTuple):
     """Inputs whose tensors are on the device, or being copied to it."""
 
-    inputs: HostInputs
+    inputs: RawInputs
     copied: Any  # event of the side stream after the copies; None without a side stream
 
 
@@ -174,7 +176,7 @@ class InputQueue:
         self._next = None
         to_draw = parts if ahead is None else parts[1:]
         drawn = deque(self._thread.submit(self.draw_on_host, part) for part in to_draw)
-        copied = deque[DeviceInputs]()
+        copied = deque[CopiedInputs]()
         for _ in parts:
             if ahead is not None:
                 encoded, ahead = ahead, None
@@ -223,7 +225,7 @@ class InputQueue:
         seeds = [seed for seed in upcoming.seeds if seed not in drawn]
         self._draws = {seed: self._thread.submit(draw_sample, seed, shape) for seed in seeds}
 
-    def draw_on_host(self, batch: Batch) -> HostInputs:
+    def draw_on_host(self, batch: Batch) -> RawInputs:
         """Draw noise, sigmas and caption dropout of a micro-batch, page-locked for a GPU."""
         parts, recipe = self._parts, self._recipe.in_stage(batch.stage)
         shape = tuple(latent_shape(parts.codec, batch.bucket))
@@ -258,7 +260,7 @@ class InputQueue:
         used = {*recipe.model_inputs(), flow.loss_mask}
         further = {name: each for name, each in batch.inputs.items() if name in used}
         known = tuple(sigmas.tolist())
-        inputs = HostInputs(tensors, conditioning, further, captions, known, batch.bucket)
+        inputs = RawInputs(tensors, conditioning, further, captions, known, batch.bucket)
         return inputs if self._side is None else inputs.map(self._side.pin)
 
     def _draw(self, seed: int, shape: Sequence[int]) -> Draw:
@@ -269,18 +271,18 @@ class InputQueue:
                 return drawn
         return draw_sample(seed, shape)
 
-    def copy_to_device(self, inputs: HostInputs) -> DeviceInputs:
+    def copy_to_device(self, inputs: RawInputs) -> CopiedInputs:
         """Copy all tensors to the device, on the side stream if there is one."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, non_blocking=True)
 
         if self._side is None:
-            return DeviceInputs(inputs.map(copy), None)
+            return CopiedInputs(inputs.map(copy), None)
         with self._side.running():
-            return DeviceInputs(inputs.map(copy), self._side.record())
+            return CopiedInputs(inputs.map(copy), self._side.record())
 
-    def encode(self, copied: DeviceInputs) -> EncodedInputs:
+    def encode(self, copied: CopiedInputs) -> EncodedInputs:
         """Encode clips and captions, on the side stream with `encodes_ahead`."""
         if self._side is None:
             return EncodedInputs(self.assemble(copied.inputs), None)
@@ -292,7 +294,7 @@ class InputQueue:
         self._side.hand_over(copied.copied, tensors)
         return EncodedInputs(self.assemble(copied.inputs), None)
 
-    def assemble(self, inputs: HostInputs) -> MicroBatch:
+    def assemble(self, inputs: RawInputs) -> MicroBatch:
         """Make a micro-batch of inputs on the device; encodes bitwise as a cache does."""
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
@@ -312,7 +314,7 @@ class InputQueue:
         captioned = tuple(caption != NO_CAPTION for caption in inputs.captions)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
 
-    def _encode_once(self, inputs: HostInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _encode_once(self, inputs: RawInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
         """Encode each clip on one rank of the group; the key "" holds the latents of the clips.
 
         Inputs that the codec encodes are removed from `further`.

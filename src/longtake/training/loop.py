@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from longtake import heartbeat
 from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger
-from longtake.guard import detectors, history
+from longtake.guard import detectors
 from longtake.training.guard_runner import Decision
 from longtake.training.inputs import clips_not_encoded
 from longtake.training.parts import Training
@@ -42,12 +42,10 @@ _NOT_ENCODED = (
 
 @dataclass(frozen=True)
 class LoopExit:
-    """Reason for which the training loop returned; the defaults stand for its regular end."""
+    """Reason for which the training loop returned; both are None at its regular end."""
 
     signal: str | None = None  # signal that asked a rank to stop; the state is saved
-    verdict: detectors.GuardVerdict = detectors.OK
-    """Verdict with which the guard ended the loop (`roll_back` or `stop`); else `ok`."""
-    statistics: history.StepStatistics | None = None  # of the step with that verdict
+    decision: Decision | None = None  # with which the guard ended the loop
 
 
 def train_steps(training: Training, ledger: Ledger) -> LoopExit:
@@ -86,7 +84,7 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
         # Before the loop may end: a batch that is rolled back was consumed, too.
         ledger.record(batch.consumed)
         if decision.ends_loop:
-            return LoopExit(verdict=decision.verdict, statistics=summary.statistics)
+            return LoopExit(decision=decision)
         is_last = loader.step == end
         is_sampled = samples_at(session.recipe.sampling, state.global_step, is_last=is_last)
         save_if_due(training, ledger, summary, is_last=is_last, is_sampled=is_sampled)
@@ -123,12 +121,10 @@ def decide(
         if verdict.reason == "non_finite":
             parts, device = state.components, session.world.device
             not_encoded = clips_not_encoded(batch, losses.losses, parts, session.recipe, device)
-            for (
-                identity,
-                names,
-            ) in not_encoded:  # `record_failures` of the next step tells all ranks
+            # `record_failures` of the next step tells all ranks.
+            for identity, names in not_encoded:
                 training.loader.fail(identity, _NOT_ENCODED.format(names=names))
         training.saver.wait()  # so that the report names the newest checkpoint
         verdict, report = guard.report(verdict, statistics, losses, state)
-        training.recorder.verdict(verdict, statistics, report, acts=not is_allowed)
+        training.recorder.report_verdict(Decision(statistics, verdict, is_allowed), report)
     return Decision(statistics, verdict, is_allowed)

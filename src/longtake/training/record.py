@@ -17,7 +17,7 @@ from longtake.data.batch import Batch
 from longtake.data.loader import Loader
 from longtake.evaluation_dir import Scores
 from longtake.formatting import format_size, plural
-from longtake.guard import detectors, history
+from longtake.guard import detectors
 from longtake.guard.rollback import RollBack
 from longtake.lease import Lease
 from longtake.metrics import Metrics
@@ -25,7 +25,7 @@ from longtake.parallel import collectives
 from longtake.planner.profiler import measured, take_peak
 from longtake.planner.record import MeasuredStep
 from longtake.progress import StepProgress, step_progress
-from longtake.run_dir import EventKind, skipped_batches
+from longtake.run_dir import skipped_batches
 from longtake.training.guard_runner import Decision
 from longtake.training.run_lease import refuse_lost
 from longtake.training.session import SampleLosses, Session
@@ -151,29 +151,14 @@ class Recorder:
             self._run.append_metrics(metrics)
         self.compare_with_zero(losses, batch)
 
-    def verdict(
-        self,
-        verdict: detectors.GuardVerdict,
-        statistics: history.StepStatistics,
-        report: str | None,
-        *,
-        acts: bool,
-    ) -> None:
-        """Record and show a verdict of the guard.
-
-        Args:
-            verdict: not `ok`.
-            statistics: of the judged step.
-            report: path of the guard's report in the run directory.
-            acts: false if `guard.mode` only reports.
-        """
+    def report_verdict(self, decision: Decision, report: str | None) -> None:
+        """Record and show a verdict that is not `ok`; `report` is a path in the run directory."""
         if not self._world.is_first:
             return
-        kind: EventKind = (
-            "update_skipped" if acts and verdict.kind == "skip" else "anomaly_detected"
-        )
+        statistics, verdict = decision.statistics, decision.verdict
+        is_skipped = verdict.kind == "skip" and not decision.is_allowed
         self._run.append_event(
-            kind,
+            "update_skipped" if is_skipped else "anomaly_detected",
             step=statistics.step,
             batch=statistics.batch,
             verdict=verdict.kind,
@@ -182,7 +167,7 @@ class Recorder:
             message=verdict.message,
             report=report,
         )
-        aside = "" if acts else " (guard.mode: only reported)"
+        aside = " (guard.mode: only reported)" if decision.is_allowed else ""
         self._progress.say(f"step {statistics.step + 1}: {verdict.message}{aside}")
 
     def damaged(self, checkpoints: Sequence[tuple[Path, str]], step: int) -> None:

@@ -13,15 +13,13 @@ from longtake import config, errors, fsio, heartbeat, process
 from longtake.checkpoint import files, store
 from longtake.data.ledger import damage as ledger_damage
 from longtake.data.loader import Loader
-from longtake.guard.detectors import GuardVerdict
-from longtake.guard.history import StepStatistics
 from longtake.guard.rollback import RollBack, plan_rollback
 from longtake.models.trainable import load_trained
 from longtake.parallel import fsdp, mesh
 from longtake.parallel.collectives import first_does, from_first
 from longtake.run_dir import RolledBack, RunDirectory
 from longtake.training.build import missing_vocabulary
-from longtake.training.guard_runner import GuardRunner
+from longtake.training.guard_runner import Decision, GuardRunner
 from longtake.training.parts import Training
 from longtake.training.saving import EMA, FLAT, SavedTrainer, state_parts
 from longtake.training.session import Session, TrainingState
@@ -180,7 +178,7 @@ def _restore_data(
 # --- Roll back --------------------------------------------------------------------------------
 
 
-def roll_back(training: Training, verdict: GuardVerdict, statistics: StepStatistics) -> None:
+def roll_back(training: Training, decision: Decision) -> None:
     """Return to a checkpoint from before the trouble, and exclude the batches that it came with.
 
     The rollback is recorded on disk before anything else changes, so that a run that is killed
@@ -190,10 +188,11 @@ def roll_back(training: Training, verdict: GuardVerdict, statistics: StepStatist
         DivergedError: the verdict is `stop`, or no rollback can help.
     """
     session, state, loader = training.session, training.state, training.loader
+    verdict = decision.verdict
     run, world, from_step = session.run, session.world, state.global_step
     chosen: RollBack | str = ""
     if verdict.kind == "roll_back":
-        chosen = _choose_checkpoint(training, verdict, statistics)
+        chosen = _choose_checkpoint(training, decision)
     if isinstance(chosen, str):
         # The run cannot repair itself.
         facts: dict[str, Any] = {"reason": verdict.reason, "message": verdict.message}
@@ -220,23 +219,22 @@ def roll_back(training: Training, verdict: GuardVerdict, statistics: StepStatist
     training.recorder.rolled_back(verdict, chosen, from_step)
 
 
-def _choose_checkpoint(
-    training: Training, verdict: GuardVerdict, statistics: StepStatistics
-) -> RollBack | str:
+def _choose_checkpoint(training: Training, decision: Decision) -> RollBack | str:
     """Choose the checkpoint to return to, or return the reason why the run can only stop.
 
     Every rank returns the same. A damaged checkpoint is replaced by an older one, but none from
     before the last change of the data can be used, since batches had other numbers then.
     """
     run, world = training.session.run, training.session.world
-    version = training.loader.plan_history.plan.version
+    version, verdict = training.loader.plan_history.plan.version, decision.verdict
 
     def plan() -> RollBack | str:
         steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]
         if version and not any(step <= verdict.began for step in steps):
             return _NO_CHECKPOINT_SINCE_CHANGE
         guard, before = training.guard, run.rollbacks()
-        return plan_rollback(verdict, guard.history, statistics, steps, before, guard.settings)
+        now = decision.statistics
+        return plan_rollback(verdict, guard.history, now, steps, before, guard.settings)
 
     # Rank 0 decides: the other nodes' view of a shared disk may be older.
     chosen = from_first(plan() if world.is_first else "", world)

@@ -44,7 +44,11 @@ def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator
         if lease is not None:
             # A disk that fails now must not hide the error that ends the block.
             with suppress(OSError):
-                _give_up(lease, run, how)
+                if run.exists():
+                    lease.end(how)
+                else:  # it was refused before it was created
+                    (lease.folder / f"{lease.number}.json").unlink()
+                    lease.folder.rmdir()  # fails if another launch has begun to train here
 
 
 def refuse_lost(lease: Lease | None) -> None:
@@ -67,15 +71,6 @@ def refuse_lost(lease: Lease | None) -> None:
         f"{_holder(newest(lease.folder))} has taken over the run {lease.folder.parent}. Only "
         "one launch may write a run, so this one ends; nothing that it saved is lost."
     )
-
-
-def _give_up(lease: Lease, run: RunDirectory, how: str) -> None:
-    """End the lease; remove its folder if the run was refused before it was created."""
-    if run.exists():
-        lease.end(how)
-    else:
-        (lease.folder / f"{lease.number}.json").unlink()
-        lease.folder.rmdir()  # fails if another launch has begun to train here
 
 
 def _take(run: RunDirectory, console: Console) -> Lease:

@@ -419,10 +419,10 @@ def _train_with_rollbacks(training: Training) -> LoopExit:
         recorder.saved(training.saver.finished())
         recorder.save_failed(failure)
         # No verdict ended the loop: it is done, or was asked to stop.
-        if ended.statistics is None:
+        if ended.decision is None:
             if failure is not None:
                 raise failure
             return ended
-        roll_back(training, ended.verdict, ended.statistics)
+        roll_back(training, ended.decision)
         # A ledger of its own, since batches after the checkpoint are trained again.
         ledger_path = _begin_ledger(session, training.loader)
