@@ -355,7 +355,7 @@ def test_what_waited_for_a_dead_server_is_needed_no_more(
     for step in (10, 20, 30):
         save(run, step)
     with probing(run, "--gate", str(tmp_path / "never")) as server:
-        wait_until(lambda: len(needed_steps(run)) > 1)
+        wait_until(lambda: len(needed_steps(run)) > 1 and claims_of(run, 10))
         server.kill()
         server.wait(20)
     (heartbeat,) = run.path.glob("evaluations/servers/*/heartbeat.json")

@@ -10,6 +10,7 @@ what the other stream makes without having waited for it, or without having kept
 """
 
 import json
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -225,7 +226,6 @@ def _train_encoding(
 @pytest.fixture(scope="module")
 def on_standin(
     small_recipe_in: Callable[[Path], MakeRecipe],
-    warm: list[str],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> dict[str, Any]:
     """What this file prints as a program."""
@@ -236,8 +236,11 @@ def on_standin(
     )  # fmt: skip
     path = folder / "recipe.toml"
     path.write_text(config.dump(recipe))
+    # Not by the warm server, which has made a backward pass: then torch has counted devices.
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
     ended = subprocess.run(
-        [*warm, "1", __file__, str(path)],
+        [sys.executable, __file__, str(path)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

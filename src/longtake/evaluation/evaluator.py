@@ -57,7 +57,11 @@ class SampleEvaluator:
             held_out = None
             if not sampler.is_shared:  # else other ranks would have to run the model too
                 with self._without(task, "held-out loss"):
-                    held_out = self._measure_held_out(task, recipe, sampler, progress)
+                    # Once for a run, whether there is a catalog of such clips or not.
+                    self._held_out = self._held_out or (HeldOut.open(recipe, task.run),)
+                    if (clips := self._held_out[0]) is not None:
+                        show = partial(progress, "held out", 0, 1)
+                        held_out = clips.loss(sampler, task.preset.batch_size, show)
             values = measures.mean_of([each["measures"] for each in videos]) | of_set
             alarms = self._alarms(task, recipe, values, progress)
         settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
@@ -135,15 +139,6 @@ class SampleEvaluator:
                 for video, found in zip(videos, of_each, strict=True):
                     video["measures"] |= found
         return of_all
-
-    def _measure_held_out(
-        self, task: EvaluationTask, recipe: Recipe, sampler: Sampler, progress: Progress
-    ) -> dict[str, float] | None:
-        if self._held_out is None:
-            self._held_out = (HeldOut.open(recipe, task.run),)
-        (clips,), size = self._held_out, task.preset.batch_size
-        show = partial(progress, "held out", 0, 1)
-        return None if clips is None else clips.loss(sampler, size, show)
 
     def _alarms(
         self, task: EvaluationTask, recipe: Recipe, values: dict[str, float], progress: Progress

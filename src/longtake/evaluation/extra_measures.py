@@ -158,23 +158,24 @@ class ClipScore:
                 "`hf download openai/clip-vit-base-patch32 --local-dir clip` makes."
             ) from error
 
+    @torch.inference_mode()
     def __call__(
         self, videos: Sequence[Video], prompts: Sequence[str], fps: float
     ) -> list[float | None]:
         del fps
-        return [self._score(*pair) for pair in zip(videos, prompts, strict=True)]
-
-    @torch.inference_mode()
-    def _score(self, video: Video, prompt: str) -> float:
-        count = min(_FRAMES, len(video))
-        frames = [video[each] for each in np.linspace(0, len(video) - 1, count).round().astype(int)]
-        inputs = self._processor(
-            text=[prompt], images=frames, return_tensors="pt", padding=True, truncation=True
-        )
-        answer = self._model(**inputs)
-        embeddings = answer.image_embeds, answer.text_embeds
-        pictures, text = (torch.nn.functional.normalize(each, dim=-1) for each in embeddings)
-        return 100 * max(0.0, float((pictures @ text.T).mean()))
+        scores: list[float | None] = []
+        for video, prompt in zip(videos, prompts, strict=True):
+            count = min(_FRAMES, len(video))
+            places = np.linspace(0, len(video) - 1, count).round().astype(int)
+            frames = [video[place] for place in places]
+            inputs = self._processor(
+                text=[prompt], images=frames, return_tensors="pt", padding=True, truncation=True
+            )
+            answer = self._model(**inputs)
+            embeddings = answer.image_embeds, answer.text_embeds
+            pictures, text = (torch.nn.functional.normalize(each, dim=-1) for each in embeddings)
+            scores.append(100 * max(0.0, float((pictures @ text.T).mean())))
+        return scores
 
 
 EXTRACTOR = "LONGTAKE_FEATURES"
@@ -210,15 +211,14 @@ class Extractor:
         if isinstance(self._network, torch.nn.Module):
             self._network.eval()
 
-    def __call__(self, videos: Sequence[Video]) -> Features:
-        return np.stack([self._features(videos[number]) for number in range(len(videos))])
-
     @torch.inference_mode()
-    def _features(self, video: Video) -> Features:
-        # [1, 3, F, H, W] in [0, 1], as networks for videos take them.
-        given = torch.from_numpy(np.ascontiguousarray(video)).permute(3, 0, 1, 2)[None]
-        features: Features = self._network(given.float() / 255).flatten().double().cpu().numpy()
-        return features
+    def __call__(self, videos: Sequence[Video]) -> Features:
+        features = []
+        for video in videos:
+            # [1, 3, F, H, W] in [0, 1], as networks for videos take them.
+            pixels = torch.from_numpy(np.ascontiguousarray(video)).permute(3, 0, 1, 2)[None]
+            features.append(self._network(pixels.float() / 255).flatten().double().cpu().numpy())
+        return np.stack(features)
 
 
 class FrechetDistance:

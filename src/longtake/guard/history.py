@@ -1,17 +1,16 @@
 """Statistics of training steps, and a bounded history of them; imports no torch."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Annotated, Any, Required, Self
+from typing import Annotated, Any, Self
 from zlib import crc32
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
-from typing_extensions import TypedDict
+from pydantic import AfterValidator, TypeAdapter
 
 from longtake import fsio
 from longtake.config import GuardSection
@@ -38,7 +37,6 @@ optimizer that still searches its learning rate."""
 _NUM_DIGITS = 8
 """Significant digits of a saved float: fp32's precision, in half the bytes of a checkpoint."""
 
-_TEXT_FIELDS = ("stage", "edge", "bucket")
 _VERDICT_KINDS = ("ok", "skip", "roll_back", "stop")
 _COLUMNS = (
     "step",
@@ -62,13 +60,13 @@ _UPDATES = slice(len(_COLUMNS) - len(GROUPS), len(_COLUMNS))
 class StepStatistics:
     """Statistics of one step, reduced over all ranks; any float may be NaN or infinite."""
 
-    step: int  # number of steps before this one
-    batch: int  # number of the step's batch in the run's data
+    step: fsio.Count  # number of steps before this one
+    batch: fsio.Count  # number of the step's batch in the run's data
     stage: str
     edge: str | None  # epoch or stage that begins with this batch, as text; None for others
     bucket: str  # shape of the clips, as text
     loss: float  # mean over the samples
-    num_samples: int
+    num_samples: fsio.Count
     # Mean loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; NaN without a sample.
     loss_by_sigma: tuple[float, float, float, float]
     grad_norm: float  # norm for the mean loss, before clipping
@@ -96,14 +94,17 @@ class StepStatistics:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return {n: _mapped(each, _to_json, list) for n, each in values.items()}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        numbers = values.keys() - set(_TEXT_FIELDS)
-        return cls(**{**values, **{n: _mapped(values[n], _from_json, tuple) for n in numbers}})
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "StepStatistics":
+        """Return what `as_dict` wrote; where a number is expected, "nan" is read as one."""
+        return _STATISTICS.validate_python(values)
 
     def rounded(self) -> Self:
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         return type(self)(**{n: _mapped(each, _rounded, tuple) for n, each in values.items()})
+
+
+_STATISTICS = TypeAdapter(StepStatistics)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], sequence: type) -> Any:
@@ -119,10 +120,6 @@ def _rounded(value: Any) -> Any:
 
 def _to_json(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _from_json(value: Any) -> Any:
-    return float(value) if isinstance(value, str) else value
 
 
 @dataclass(frozen=True)
@@ -237,42 +234,23 @@ class JudgedStep:
     verdict_kind: str
 
 
-_Floats = list[fsio.NumberOrText]
-_Groups = list[dict[str, fsio.NumberOrText]]
+def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
+    """Return the numbers of each step, from equally long columns."""
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-class _Columns(TypedDict, total=False):
-    step: list[fsio.Count]
-    batch: list[fsio.Count]
-    stage: list[str]
-    edge: list[str | None]
-    bucket: list[str]
-    loss: _Floats
-    num_samples: list[fsio.Count]
-    loss_by_sigma: list[Annotated[_Floats, Field(min_length=4, max_length=4)]]
-    grad_norm: _Floats
-    nonfinite_share: _Floats
-    weight_norm: _Floats
-    update_ratio: _Floats
-    learning_rate_factor: _Floats
-    group_grad_norms: _Groups
-    group_weight_norms: _Groups
-    group_update_ratios: _Groups
-    captioned: list[_Floats]
-    dropped: list[_Floats]
-    verdict_kind: Required[list[str]]
-
-
-def _require_equal_lengths(columns: _Columns) -> _Columns:
-    """Refuse columns of different lengths, and missing columns unless there are no steps."""
-    lengths = {len(each) for each in columns.values()}  # type: ignore[arg-type]
-    missing = _Columns.__annotations__.keys() - columns.keys() - set(POPULATIONS)  # came later
-    if len(lengths) > 1 or (lengths != {0} and missing):
-        raise ValueError("expected columns of the same length for each number of a step")
+def _check_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Refuse columns of different lengths, and those that lack a number of a step."""
+    for row in _rows(columns):
+        if row.get("verdict_kind") not in _VERDICT_KINDS:
+            raise ValueError(f"verdict_kind: expected one of {', '.join(_VERDICT_KINDS)}")
+        _STATISTICS.validate_python(row)
+    if "verdict_kind" not in columns:
+        raise ValueError("verdict_kind is missing")
     return columns
 
 
-HistoryColumns = Annotated[_Columns, AfterValidator(_require_equal_lengths)]
+HistoryColumns = Annotated[dict[str, list[Any]], AfterValidator(_check_columns)]
 """Validated columns of `History.as_json`, as checkpoints hold them."""
 
 
@@ -330,8 +308,7 @@ class History:
     def from_json(cls, columns: Mapping[str, Any], window: int) -> "History":
         """Return the history that `as_json` wrote; a smaller window keeps the newest steps."""
         history = cls(window)
-        for values in zip(*columns.values(), strict=True):
-            row = dict(zip(columns, values, strict=True))
+        for row in _rows(columns):
             kind = row.pop("verdict_kind")
             history = history.append(JudgedStep(StepStatistics.from_dict(row), kind))
         return history
