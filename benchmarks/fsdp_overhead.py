@@ -50,7 +50,7 @@ from longtake.training.guard_runner import GuardRunner
 from longtake.training.inputs import prepare
 from longtake.training.loop import train_steps
 from longtake.training.parts import Training
-from longtake.training.record import keep_recorder
+from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import NormStats
 from longtake.training.threads import CpuThreads
@@ -270,7 +270,7 @@ def _longtake(
     norms, guard = NormStats(state.components.model, blocks, world), GuardRunner(session)
     with (
         keep_saver(run, world, recipe.checkpoint, start=0) as saver,
-        keep_recorder(session, None, 0, {}) as recorder,
+        Recorder(session, None, 0, {}) as recorder,
         Ledger(folder, world.rank, streams) as ledger,
         heartbeat_session(writer),
     ):

@@ -45,7 +45,7 @@ from longtake.training.guard_runner import GuardRunner
 from longtake.training.inputs import InputQueue
 from longtake.training.loop import train_steps
 from longtake.training.parts import Training
-from longtake.training.record import keep_recorder
+from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import NormStats
 from longtake.training.step import apply_update, compute_gradients
@@ -232,7 +232,7 @@ def _longtake(state: TrainingState, recipe: Recipe, steps: int) -> list[float]:
     norms, guard = NormStats(state.components.model, blocks, _ALONE), GuardRunner(session)
     with (
         keep_saver(run, _ALONE, recipe.checkpoint, start=0) as saver,
-        keep_recorder(session, None, 0, {}) as recorder,
+        Recorder(session, None, 0, {}) as recorder,
         Ledger(folder, 0, streams) as ledger,
     ):
         threads, replicas = CpuThreads(_ALONE), ReplicaCheck(_ALONE, 0)

@@ -25,7 +25,7 @@ from longtake.metrics import Metrics
 from longtake.parallel.mesh import World, join
 from longtake.run_dir import RunDirectory
 from longtake.training import record
-from longtake.training.record import keep_recorder
+from longtake.training.record import Recorder
 from longtake.training.saving import save_checkpoint
 from longtake.training.session import Session
 from longtake.training.train import train
@@ -241,7 +241,7 @@ def test_memory_of_one_step_is_compared_with_the_prediction(
     recipe.out.mkdir()
     session = Session(recipe, RunDirectory(recipe.out), world, QUIET, "fp32")
     expected = None if predicted is None else (predicted, _LARGE)
-    with keep_recorder(session, None, 0, {}, None, expected) as recorder:
+    with Recorder(session, None, 0, {}, None, expected) as recorder:
         for bucket, size in steps:
             # Where nothing is measured a profiler may be at work, which refuses a second one.
             unmeasured = torch.autograd.profiler.profile() if predicted is None else nullcontext()

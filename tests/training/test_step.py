@@ -32,7 +32,7 @@ from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import join
 from longtake.run_dir import RunDirectory
 from longtake.training.inputs import InputQueue, clips_not_encoded, encode_captions, prepare
-from longtake.training.record import keep_recorder
+from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 from longtake.training.step import (
     ComputeTimer,
@@ -82,7 +82,7 @@ def test_a_first_loss_above_that_of_predicting_zero_is_said(
     session = _session(recipe.model_copy(update={"model": released}))
     session.run.path.mkdir(parents=True)
     losses = compute_gradients(session, state, batch)
-    with keep_recorder(session, None, 0, {}) as recorder:
+    with Recorder(session, None, 0, {}) as recorder:
         recorder.compare_with_zero(losses, batch)
     said = events(recipe, "first_loss_high")
     assert len(said) == (scale != 0)

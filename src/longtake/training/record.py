@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from rich.console import Console
@@ -24,7 +25,7 @@ from longtake.metrics import Metrics
 from longtake.parallel import collectives
 from longtake.planner.profiler import measured, take_peak
 from longtake.planner.record import MeasuredStep
-from longtake.progress import StepProgress, step_progress
+from longtake.progress import step_progress
 from longtake.run_dir import skipped_batches
 from longtake.training.guard_runner import Decision
 from longtake.training.run_lease import refuse_lost
@@ -44,7 +45,7 @@ class Recorder:
     Args:
         session: of the run.
         lease: on the run, checked before each step; None on ranks other than 0.
-        progress: the display in the terminal.
+        start: number of steps done, from which the terminal shows progress within the context.
         sample_flops: operations of a step on one clip of each shape.
         peak_flops: operations per second of the device; None if unknown.
         predicted: bytes of one forward and backward pass, without weights, on clips of a shape.
@@ -54,19 +55,27 @@ class Recorder:
         self,
         session: Session,
         lease: Lease | None,
-        progress: StepProgress,
+        start: int,
         sample_flops: Mapping[Bucket, int],
-        peak_flops: float | None,
-        predicted: tuple[int, Bucket] | None,
+        peak_flops: float | None = None,
+        predicted: tuple[int, Bucket] | None = None,
     ) -> None:
         self._run, self._world, self._lease = session.run, session.world, lease
         self._sample_flops, self._peak_flops = sample_flops, peak_flops
-        self._recipe = session.recipe
-        self._predicted, self._progress = predicted, progress
+        self._recipe, self._predicted = session.recipe, predicted
+        console = session.console if session.world.is_first else Console(quiet=True)
+        self._display = step_progress(console, start, session.recipe.training.steps)
         self._step_began = time.perf_counter()
         self._data_seconds = 0.0
         self._stages: set[str] = set()
         self._num_computed, self._has_started = 0, False
+
+    def __enter__(self) -> Self:
+        self._progress = self._display.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._display.__exit__(*error)
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yield the batches, measuring the wait for each, and record new epochs and stages.
@@ -338,20 +347,6 @@ class Recorder:
             f"memory of forward and backward pass: {format_size(predicted)} predicted, "
             f"{format_size(taken)} measured ({error:+.1%})"
         )
-
-
-@contextmanager
-def keep_recorder(
-    session: Session,
-    lease: Lease | None,
-    start: int,
-    sample_flops: Mapping[Bucket, int],
-    peak_flops: float | None = None,
-    predicted: tuple[int, Bucket] | None = None,
-) -> Iterator[Recorder]:
-    shown = session.console if session.world.is_first else Console(quiet=True)
-    with step_progress(shown, start, session.recipe.training.steps) as progress:
-        yield Recorder(session, lease, progress, sample_flops, peak_flops, predicted)
 
 
 def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:

@@ -401,7 +401,7 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
         process.StopSignal(process.STOP_SIGNALS, second="interrupt", answer=answer) as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        record.keep_recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
+        record.Recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
         yield Training(**vars(built), saver=saver, recorder=recorder, stop=stop)
 
