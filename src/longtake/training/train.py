@@ -39,20 +39,12 @@ from longtake.progress import answer_to
 from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
-from longtake.training import (
-    build,
-    latent_cache,
-    record,
-    run_lease,
-    runtime,
-    samples,
-    startup,
-    statistics,
-)
+from longtake.training import build, latent_cache, run_lease, runtime, samples, startup, statistics
 from longtake.training import parent as parents
 from longtake.training.guard_runner import GuardRunner
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.parts import BuiltRun, Training
+from longtake.training.record import Recorder
 from longtake.training.resume import ResumePoint, find_resume_point, restore, roll_back
 from longtake.training.saving import sample_presets
 from longtake.training.session import Session, TrainingState
@@ -401,7 +393,7 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
         process.StopSignal(process.STOP_SIGNALS, second="interrupt", answer=answer) as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        record.Recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
+        Recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
     ):
         yield Training(**vars(built), saver=saver, recorder=recorder, stop=stop)
 
