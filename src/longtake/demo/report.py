@@ -113,11 +113,11 @@ def _keep_videos(
     folder = directory.result_path(name, step)
     fsio.remove_tree(folder)  # left by an earlier call for the same checkpoint
     with fsio.atomic_folder(folder) as partial:
-        found = []
+        scored = []
         for index, one in enumerate(videos):
             file, measures = preset.file_name(index), {"adherence": float(one.is_right)}
             write_video(partial / file, one.video, settings.fps)
-            found.append(VideoScores(file=file, prompt=one.caption, seed=0, measures=measures))
+            scored.append(VideoScores(file=file, prompt=one.caption, seed=0, measures=measures))
         scores = Scores(
             preset=name,
             step=step,
@@ -126,7 +126,7 @@ def _keep_videos(
             time=fsio.now(),
             server="demo",
             settings={k: v for k, v in preset.as_record().items() if k != "prompts"},
-            videos=found,
+            videos=scored,
             measures={"adherence": _share(one.is_right for one in videos)},
             alarms=[],
             seconds={},

@@ -133,10 +133,10 @@ def run_demo(
     _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
     make_catalog(run, seed, console)
     if minutes is not None and not run.exists():
-        found = _steps_within(minutes, out, seed, console)
-        if isinstance(found, str):
-            return found
-        steps = found
+        measured = _steps_within(minutes, out, seed, console)
+        if isinstance(measured, str):
+            return measured
+        steps = measured
     recipe = demo_recipe(out, steps or DEFAULT_STEPS, seed)
     if signal_name := _train(recipe, evaluate, console):
         return signal_name

@@ -84,8 +84,8 @@ def unipc(
     per_sigma = scheduler.config.num_train_timesteps
     latents = noise.to(torch.promote_types(noise.dtype, torch.float32))
     for num_done, timestep in enumerate(scheduler.timesteps, start=1):
-        found = velocity(latents, int(timestep) / per_sigma)
-        latents = scheduler.step(found, timestep, latents, return_dict=False)[0]
+        predicted = velocity(latents, int(timestep) / per_sigma)
+        latents = scheduler.step(predicted, timestep, latents, return_dict=False)[0]
         if on_step is not None:
             on_step(num_done)
     return latents

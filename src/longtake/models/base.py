@@ -482,18 +482,18 @@ def family(name: str) -> Family:
 
 
 def _own_family(path: str) -> Family:
-    found, advice = import_class(path, "model.family"), "See Family in longtake.models.base."
-    if not issubclass(found, Family):
+    family_class, advice = import_class(path, "model.family"), "See Family in longtake.models.base."
+    if not issubclass(family_class, Family):
         raise RecipeError(
             f"model.family {path!r} is not a Family. Make it a subclass of Family, or of "
             f"DiffusersFamily for a transformer of diffusers. {advice}"
         )
     # Attributes that base classes only annotate, such as `frozen`, must get a value.
-    attributes = {name for part in found.__mro__ for name in inspect.get_annotations(part)}
-    methods: frozenset[str] = found.__abstractmethods__
-    missing = [name for name in attributes if not hasattr(found, name)]
+    attributes = {name for part in family_class.__mro__ for name in inspect.get_annotations(part)}
+    methods: frozenset[str] = family_class.__abstractmethods__
+    missing = [name for name in attributes if not hasattr(family_class, name)]
     if missing or methods:
         listed = ", ".join([*sorted(missing), *sorted(f"{name}()" for name in methods)])
         raise RecipeError(f"model.family {path!r} lacks {listed}. {advice}")
-    own: Family = found()
+    own: Family = family_class()
     return own

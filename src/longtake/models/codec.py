@@ -375,8 +375,8 @@ class PatchedImageCodec(ImageCodec):
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation [C, 1, 1] of the patched latents."""
         norm: Any = self.autoencoder.bn
-        found = torch.stack([norm.running_mean, norm.running_var]).to(like)
-        mean, variance = found[:, :, None, None]
+        statistics = torch.stack([norm.running_mean, norm.running_var]).to(like)
+        mean, variance = statistics[:, :, None, None]
         return mean, (variance + self._epsilon).sqrt()
 
     def _normalized(self, mode: Tensor) -> Tensor:

@@ -55,19 +55,19 @@ def condition_on(
         bucket: size of the clips.
     """
     encoded = {name: each for name, each in given.items() if sections[name].is_encoded}
-    found: Conditioning = {}
+    conditioning: Conditioning = {}
     for name, each in given.items():
         if sections[name].kind == "numbers":
-            found[name] = each
+            conditioning[name] = each
         elif sections[name].kind == "mask":
-            found[name] = each.float() / 255
-            found[f"{name}_latents"] = on_latents(parts.codec, found[name])
+            conditioning[name] = each.float() / 255
+            conditioning[f"{name}_latents"] = on_latents(parts.codec, conditioning[name])
         elif name not in encoded:
-            found[name] = each.float() / 127.5 - 1
+            conditioning[name] = each.float() / 127.5 - 1
     if encoded:
         # Encoded inputs go to the family together, because it may combine several of them.
-        found |= parts.family.inputs.encode(parts.codec, parts.text, encoded, bucket)
-    return found
+        conditioning |= parts.family.inputs.encode(parts.codec, parts.text, encoded, bucket)
+    return conditioning
 
 
 def loss_weights(codec: Codec, mask: Tensor, floor: float) -> Tensor:

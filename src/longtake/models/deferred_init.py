@@ -359,8 +359,8 @@ class InitProgram:
                 args, kwargs = pytree.tree_map_only(
                     torch.device, lambda _: torch.device("cpu"), (args, kwargs)
                 )
-                found = call.operator(*args, **kwargs)
-                given = [each for each in pytree.tree_leaves(found) if isinstance(each, Tensor)]
+                result = call.operator(*args, **kwargs)
+                given = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
                 for storage, each in zip(call.outputs, given, strict=True):
                     if storage in call.makes:
                         made[storage] = each.untyped_storage()
@@ -378,12 +378,12 @@ class InitProgram:
 
     def _contributing(self, storages: Iterable[int], *, and_random: bool = False) -> list[int]:
         """Return the numbers of the calls that affect storages, and of those that draw."""
-        wanted, found = set(storages), list[int]()
+        wanted, numbers = set(storages), list[int]()
         for number, call in reversed(list(enumerate(self._calls))):
             if (call.writes | call.makes) & wanted or (and_random and call.is_random):
                 wanted |= call.reads
-                found.append(number)
-        return found[::-1]
+                numbers.append(number)
+        return numbers[::-1]
 
 
 def record(build: Callable[[], nn.Module]) -> InitProgram | None:
@@ -424,10 +424,10 @@ def files_in(folder: Path) -> dict[str, Path] | None:
             with safe_open(folder / _FILE, framework="pt") as opened:
                 return dict.fromkeys(opened.keys(), folder / _FILE)
         listed = json.loads((folder / f"{_FILE}.index.json").read_bytes())["weight_map"]
-        found = {str(name): folder / file for name, file in listed.items()}
+        files = {str(name): folder / file for name, file in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError):
         return None
-    return found if all(file.is_file() for file in set(found.values())) else None
+    return files if all(file.is_file() for file in set(files.values())) else None
 
 
 def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:

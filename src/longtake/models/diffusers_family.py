@@ -226,15 +226,15 @@ class DiffusersFamily(Family):
 
         if section.transformer_class is None:
             return getattr(diffusers, self.transformer_class)
-        found = import_class(section.transformer_class, "model.transformer_class")
-        is_model = issubclass(found, diffusers.ModelMixin) and hasattr(found, "from_config")
-        if not is_model or found.__name__ != self.transformer_class:
+        own = import_class(section.transformer_class, "model.transformer_class")
+        is_model = issubclass(own, diffusers.ModelMixin) and hasattr(own, "from_config")
+        if not is_model or own.__name__ != self.transformer_class:
             raise RecipeError(
                 f"model.transformer_class = {section.transformer_class!r} is no model of diffusers "
                 f"that is called {self.transformer_class}, as releases name it. Edit a copy of "
                 "that class's file, or make a subclass with the same name."
             )
-        return found
+        return own
 
     def defaults(self, section: ModelSection) -> Defaults:
         """Return the shift by the release's scheduler; guidance and steps are the pipeline's."""

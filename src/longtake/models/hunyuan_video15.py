@@ -39,8 +39,8 @@ class HunyuanText(TextContract):
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
     ) -> base.Conditioning:
         pipeline.tokenizer_max_length = max_tokens
-        found = pipeline.encode_prompt(captions, batch_size=len(captions))
-        text, counts, glyphs, glyph_counts = found
+        encoded = pipeline.encode_prompt(captions, batch_size=len(captions))
+        text, counts, glyphs, glyph_counts = encoded
         texts, words = _unpadded(text, counts), _unpadded(glyphs, glyph_counts)
         padded = diffusers_family.pad_texts(texts, max_tokens)
         return padded | diffusers_family.pad_texts(words, _GLYPH_TOKENS, "glyph")

@@ -369,13 +369,13 @@ def _sort_by_layer(
     stored: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
     """Group weights by layer and kind; also return the names that belong to no layer."""
-    found: dict[str, dict[str, Tensor]] = {}
+    by_layer: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, value in stored.items():
         suffix = next((each for each in _SUFFIXES if key.endswith(each)), "")
         layer = names.get(key.removesuffix(suffix)) if suffix else None
         if layer is not None:
-            found.setdefault(layer, {})[_SUFFIXES[suffix]] = value
+            by_layer.setdefault(layer, {})[_SUFFIXES[suffix]] = value
         elif not key.startswith(_OF_TEXT_ENCODERS):  # these are not trained here
             unknown.append(key)
-    return found, unknown
+    return by_layer, unknown

@@ -52,8 +52,8 @@ class LTX2Text(TextContract):
         for folder, length in max_tokens.items():
             ids = torch.ones(1, length, dtype=torch.long)
             mask = torch.ones_like(ids)
-            found = encoders[folder](input_ids=ids, attention_mask=mask, output_hidden_states=True)
-            layers = torch.stack(found.hidden_states, dim=-1).flatten(2, 3)
+            output = encoders[folder](input_ids=ids, attention_mask=mask, output_hidden_states=True)
+            layers = torch.stack(output.hidden_states, dim=-1).flatten(2, 3)
             encoders[_CONNECTORS](layers, mask)
 
 

@@ -117,7 +117,7 @@ def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: s
             refuse_other_class(values, loaded_class, where, subfolder)
     names = sorted(path.name for path in folder.iterdir())
     middles = [match[1] for name in names if (match := _WEIGHTS.fullmatch(name))]
-    variants = [found[1] for middle in middles if (found := _VARIANT.search(middle))]
+    variants = [variant[1] for middle in middles if (variant := _VARIANT.search(middle))]
     # All weights belong to a variant, and `from_pretrained` without one would find none.
     if variants and len(variants) == len(middles):
         raise ModelError(

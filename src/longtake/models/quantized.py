@@ -176,8 +176,8 @@ def _keep_stored(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _gradients(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
     stored = list(ctx.saved_tensors)
-    found = _compiled_gradient(gradient, stored, ctx.kind, ctx.num_columns)
-    return found, [None] * len(stored), None, None, None
+    of_inputs = _compiled_gradient(gradient, stored, ctx.kind, ctx.num_columns)
+    return of_inputs, [None] * len(stored), None, None, None
 
 
 _compiled_product.register_autograd(_gradients, setup_context=_keep_stored)

@@ -27,8 +27,8 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
     if not predicts:
         import diffusers
 
-        found = getattr(diffusers, name, None)
-        predicts = found and defaults(found.__init__).get("prediction_type")
+        scheduler_class = getattr(diffusers, name, None)
+        predicts = scheduler_class and defaults(scheduler_class.__init__).get("prediction_type")
     if name.startswith("FlowMatch") or predicts not in _TARGETS:
         return
     raise ModelError(

@@ -69,9 +69,9 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
     """
     index = pipeline_index(where)
     named = {name: value[1] for name, value in index.items() if _is_class(value)}
-    found = [name for name, value in named.items() if value in expected.class_names]
-    if expected.folder in found or (found and expected.folder not in named):
-        folder = expected.folder if expected.folder in found else found[0]
+    folders = [name for name, value in named.items() if value in expected.class_names]
+    if expected.folder in folders or (folders and expected.folder not in named):
+        folder = expected.folder if expected.folder in folders else folders[0]
         # A text encoder in another folder, such as text_encoder_3, may have a tokenizer of its own.
         beside = folder.replace("text_encoder", "tokenizer")
         has_own = "text_encoder" in folder and bool(expected.tokenizer) and beside in named

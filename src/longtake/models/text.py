@@ -103,8 +103,8 @@ class WordIds:
         assert self._tokenizer is not None, "an outline cannot encode"
         ids = torch.zeros(len(captions), self.max_tokens, dtype=torch.int64)
         for row, encoded in zip(ids, self._tokenizer.encode_batch(list(captions)), strict=True):
-            found = encoded.ids[: self.max_tokens]
-            row[: len(found)] = torch.tensor(found, dtype=torch.int64)
+            ids_of_caption = encoded.ids[: self.max_tokens]
+            row[: len(ids_of_caption)] = torch.tensor(ids_of_caption, dtype=torch.int64)
         return {"token_ids": _moved(ids, self._device)}
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
@@ -261,14 +261,14 @@ class TransformersText:
 
     def _by_length(self, captions: Sequence[str]) -> dict[int, list[int]]:
         """Group the row numbers of captions by the number of tokens to compute for them."""
-        found = dict[int, list[int]]()
+        rows_by_length = dict[int, list[int]]()
         cleaned = [clean(caption) for caption in captions]
         tokens = self.tokenizer(cleaned, truncation=True, max_length=self.max_tokens).input_ids
         for row, ids in enumerate(tokens):
             # Rounded up, so that captions of similar length share a batch.
             length = max(1, -(-len(ids) // LENGTH_STEP)) * LENGTH_STEP
-            found.setdefault(min(self.max_tokens, length), []).append(row)
-        return found
+            rows_by_length.setdefault(min(self.max_tokens, length), []).append(row)
+        return rows_by_length
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
         length = self.max_tokens + self._picture_tokens(pictures)
@@ -433,8 +433,8 @@ def _processors(section: TextSection, family: TextFamily) -> dict[str, Any]:
     part, where = family.frozen.processor, section.pretrained
     if part is None or where is None:
         return {}
-    found = releases.find_part(where, part)
-    return {part.folder: family.text.load_processor(where, found.folder)}
+    processor = releases.find_part(where, part)
+    return {part.folder: family.text.load_processor(where, processor.folder)}
 
 
 def _encoder_class(part: pretrained.PipelinePart) -> Any:

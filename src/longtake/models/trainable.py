@@ -155,11 +155,11 @@ def is_full_lokr(layer: Any) -> bool:
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """Return the names of the linear layers that targets match, in the model's order."""
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    found = {target: {name for name in names if _matches(name, target)} for target in targets}
-    for target, matched in found.items():
+    matches = {target: {name for name in names if _matches(name, target)} for target in targets}
+    for target, matched in matches.items():
         if not matched:
             raise RecipeError(_explain_unmatched(target, names, model))
-    return [name for name in names if any(name in matched for matched in found.values())]
+    return [name for name in names if any(name in matched for matched in matches.values())]
 
 
 def lora_state(model: nn.Module) -> dict[str, Tensor]:

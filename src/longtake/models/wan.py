@@ -235,4 +235,4 @@ _AROUND_BLOCKS = {
 def original_name(name: str) -> str:
     names = _IN_BLOCKS if name.startswith("blocks.") else _AROUND_BLOCKS
     whole_parts = rf"(?<![^.])({'|'.join(map(re.escape, names))})(?![^.])"
-    return re.sub(whole_parts, lambda found: names[found[0]], name)
+    return re.sub(whole_parts, lambda part: names[part[0]], name)

@@ -172,8 +172,8 @@ class _Attention(torch.autograd.Function):
         pairs = zip(tensors, ctx.numbers, strict=True)
         made = [number if tensor is None else tensor for tensor, number in pairs]
         scores = ctx.scores._replace(bias=bias)
-        found = ctx.kernel.backward(gradient, (query, key, value), made, scores)
-        return None, None, None, *found
+        gradients = ctx.kernel.backward(gradient, (query, key, value), made, scores)
+        return None, None, None, *gradients
 
 
 def as_computed(tensor: Tensor) -> Tensor:

@@ -100,13 +100,13 @@ def kind_of(
 
 
 def _layout(tensor: Tensor) -> Layout:
-    strides, found, packed = tensor.stride(), list[tuple[int, int]](), 1
+    strides, dims, packed = tensor.stride(), list[tuple[int, int]](), 1
     used = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
     # From the innermost dimension: `packed` is the memory that the inner dimensions span.
     for dim in sorted(used, key=lambda each: strides[each]):
-        found.append((dim, math.ceil(strides[dim] / packed)))
+        dims.append((dim, math.ceil(strides[dim] / packed)))
         packed = max(packed, strides[dim] * tensor.shape[dim])
-    return tuple(reversed(found))
+    return tuple(reversed(dims))
 
 
 def refusals(
@@ -116,8 +116,8 @@ def refusals(
     known: tuple[Kernel, ...] = ("cudnn",) if mask is not None and has_cudnn_faults() else ()
     if not CHOICES:
         return known
-    found = CHOICES.get(kind_of(query, key, value, mask, is_causal=is_causal))
-    return known if found is None else (*known, *found.refused)
+    choice = CHOICES.get(kind_of(query, key, value, mask, is_causal=is_causal))
+    return known if choice is None else (*known, *choice.refused)
 
 
 @contextmanager

@@ -139,8 +139,8 @@ class _Trial:
 
     def find_fault(self, gradient: Tensor) -> str:
         try:
-            found = _attend(self.case, self.inputs, self.mask, gradient)
-            pairs = zip(found, self.expected, strict=True)
+            results = _attend(self.case, self.inputs, self.mask, gradient)
+            pairs = zip(results, self.expected, strict=True)
             errors = [float((one.float() - two).norm() / two.norm()) for one, two in pairs]
         except Exception as error:  # a kernel may raise anything
             if self.device != "cpu":

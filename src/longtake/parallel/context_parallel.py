@@ -201,8 +201,8 @@ def compute_once(
     mine = {number: compute(number) for number in range(rank, count, size)}
     # Shapes depend on the captions, so other ranks must learn them before they can receive.
     shapes = {
-        number: {name: (each.shape, each.dtype) for name, each in found.items()}
-        for number, found in mine.items()
+        number: {name: (each.shape, each.dtype) for name, each in tensors.items()}
+        for number, tensors in mine.items()
     }
     every_shape = gather_in_group(shapes, group)
     rows = []

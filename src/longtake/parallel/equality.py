@@ -80,29 +80,29 @@ def recipe_keys(recipe: config.Recipe) -> dict[str, str]:
 
 
 def _versions(device: torch.device) -> dict[str, str]:
-    found = {"python": platform.python_version(), **run_dir.package_versions()}
+    versions = {"python": platform.python_version(), **run_dir.package_versions()}
     if device.type == "cuda":
-        found["CUDA"] = str(torch.version.cuda)
-        found["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
-        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return found
+        versions["CUDA"] = str(torch.version.cuda)
+        versions["cuDNN"] = str(torch.backends.cudnn.version())  # type: ignore[no-untyped-call]
+        versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions
 
 
 def _settings(device: torch.device) -> dict[str, str]:
     names = (*_DECIDING_VARIABLES, *_VARIABLES)
-    found: dict[str, Any] = {name: os.environ[name] for name in names if name in os.environ}
-    found["precision of fp32 matmuls"] = torch.get_float32_matmul_precision()
-    found["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    settings: dict[str, Any] = {name: os.environ[name] for name in names if name in os.environ}
+    settings["precision of fp32 matmuls"] = torch.get_float32_matmul_precision()
+    settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
     if device.type == "cuda":
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        found["TF32 of cuDNN"] = cudnn.allow_tf32
-        found["deterministic cuDNN"] = cudnn.deterministic
-        found["bf16 sums of bf16 matmuls"] = matmul.allow_bf16_reduced_precision_reduction
-        found["GPU"] = torch.cuda.get_device_name(device)
+        settings["TF32 of cuDNN"] = cudnn.allow_tf32
+        settings["deterministic cuDNN"] = cudnn.deterministic
+        settings["bf16 sums of bf16 matmuls"] = matmul.allow_bf16_reduced_precision_reduction
+        settings["GPU"] = torch.cuda.get_device_name(device)
     else:
-        found["threads"] = torch.get_num_threads()
-        found["vector instructions"] = torch.backends.cpu.get_cpu_capability()
-    return {name: str(value) for name, value in found.items()}
+        settings["threads"] = torch.get_num_threads()
+        settings["vector instructions"] = torch.backends.cpu.get_cpu_capability()
+    return {name: str(value) for name, value in settings.items()}
 
 
 def files_read(paths: Mapping[str, Path]) -> Facts:
@@ -185,14 +185,14 @@ def differences_of(
     first: Facts, everyone: Sequence[tuple[str, Mapping[tuple[Group, str], str]]]
 ) -> list[RankDifference]:
     """Return the differences from rank 0's facts, given each rank's host and differing facts."""
-    found = []
+    differences = []
     for key in dict.fromkeys(key for _, differing in everyone for key in differing):
         own = first.get(key, ABSENT)
         ranks: dict[str, dict[str, list[int]]] = {own: defaultdict(list)}
         for rank, (host, differing) in enumerate(everyone):
             ranks.setdefault(differing.get(key, own), defaultdict(list))[host].append(rank)
-        found.append(RankDifference(*key, {each: _places(ranks[each]) for each in ranks}))
-    return found
+        differences.append(RankDifference(*key, {each: _places(ranks[each]) for each in ranks}))
+    return differences
 
 
 def _places(ranks: Mapping[str, Sequence[int]]) -> str:

@@ -109,14 +109,14 @@ def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
     A unit of FSDP2 must train in one dtype, but Wan keeps a few weights of each block in fp32 while
     all others are in bf16.
     """
-    found: list[nn.Module] = []
+    parts: list[nn.Module] = []
     for child in module.children():
         dtypes = _trained_dtypes(child)
         if dtype in dtypes or isinstance(child, nn.ModuleList):
-            found += _of_other_dtypes(child, dtype)
+            parts += _of_other_dtypes(child, dtype)
         elif dtypes:
-            found.append(child)
-    return found
+            parts.append(child)
+    return parts
 
 
 def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
@@ -258,8 +258,8 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     norms: dict[int, Tensor] = {}
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         alike = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        found = torch._foreach_norm([tensors[place] for place in alike], dtype=torch.float32)
-        norms |= dict(zip(alike, found, strict=True))
+        own = torch._foreach_norm([tensors[place] for place in alike], dtype=torch.float32)
+        norms |= dict(zip(alike, own, strict=True))
     if not norms:
         return torch.zeros(0, dtype=torch.float64)
     return torch.stack([norms[place] for place in range(len(tensors))]).double().square()

@@ -39,10 +39,10 @@ def checksum(tensors: Iterable[Tensor]) -> Tensor | None:
         place = torch.arange(max(rows, _COLUMNS), device=words.device)
         # Word (row r, column c) is at place p = r * _COLUMNS + c: 2 p + 1 splits into a row term
         # and a column term, and two sums replace a product with as many places as words.
-        found = (body.sum(1) * place[:rows]).sum() * (2 * _COLUMNS)
-        found += (body.sum(0) * (2 * place[:_COLUMNS] + 1)).sum()
-        found += (rest * (2 * (place[: len(rest)] + rows * _COLUMNS) + 1)).sum()
-        total = found if total is None else total * _FACTOR + found.to(total.device)
+        sum_of_words = (body.sum(1) * place[:rows]).sum() * (2 * _COLUMNS)
+        sum_of_words += (body.sum(0) * (2 * place[:_COLUMNS] + 1)).sum()
+        sum_of_words += (rest * (2 * (place[: len(rest)] + rows * _COLUMNS) + 1)).sum()
+        total = sum_of_words if total is None else total * _FACTOR + sum_of_words.to(total.device)
     return total
 
 
@@ -87,13 +87,13 @@ def replica_groups(world: World) -> list[list[int]]:
 
 def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> list[int]:
     """Return ranks whose value is not their group's majority; without one, the whole group."""
-    found: list[int] = []
+    unlike: list[int] = []
     for group in groups:
         (common, count), *others = Counter(values[rank] for rank in group).most_common()
         if others:
             has_majority = 2 * count > len(group)
-            found += [rank for rank in group if not has_majority or values[rank] != common]
-    return sorted(found)
+            unlike += [rank for rank in group if not has_majority or values[rank] != common]
+    return sorted(unlike)
 
 
 class ReplicaCheck:
@@ -108,9 +108,9 @@ class ReplicaCheck:
     def is_due(self, step: int) -> bool:
         return bool(self._groups) and (self._is_in_doubt or step % self._every == 0)
 
-    def slots(self, found: Tensor | None) -> dict[str, float]:
+    def slots(self, own_checksum: Tensor | None) -> dict[str, float]:
         """Return this rank's checksum as two exact numbers in its slots, with 0 in all others."""
-        value = 0 if found is None else int(found) % _HALF**2
+        value = 0 if own_checksum is None else int(own_checksum) % _HALF**2
         slots = {f"replica.{n}.{h}": 0.0 for n in range(self._world.size) for h in (0, 1)}
         high, low = divmod(value, _HALF)
         return slots | {f"replica.{self._world.rank}.{h}": float((high, low)[h]) for h in (0, 1)}
@@ -121,11 +121,11 @@ class ReplicaCheck:
             (sums[f"replica.{rank}.0"], sums[f"replica.{rank}.1"])
             for rank in range(self._world.size)
         ]
-        found = find_unlike(pairs, self._groups)
-        self._is_in_doubt = bool(found)
-        if not found:
+        unlike_ranks = find_unlike(pairs, self._groups)
+        self._is_in_doubt = bool(unlike_ranks)
+        if not unlike_ranks:
             self._last_equal = step
-        return found
+        return unlike_ranks
 
     def compare(self, tensors: Mapping[str, Tensor], step: int) -> list[int]:
         """Return the ranks that differ, by a collective of its own; all ranks call it."""
@@ -136,8 +136,8 @@ class ReplicaCheck:
 
     def explain(self, unlike: Sequence[int], tensors: Mapping[str, Tensor], step: int) -> str:
         """Describe the nodes, GPUs and tensors that differ; all ranks call it."""
-        found = {name: checksum([each]) for name, each in tensors.items()}
-        sums = {name: each for name, each in found.items() if each is not None}
+        checksums = {name: checksum([each]) for name, each in tensors.items()}
+        sums = {name: each for name, each in checksums.items() if each is not None}
         mine = (_place(self._world), {name: int(each) for name, each in sums.items()})
         everyone = collectives.gather_objects(mine, self._world)
         differing: dict[str, None] = {}

@@ -65,12 +65,12 @@ def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
         for step, owner in enumerate(ring.owners()):
             is_last = step == len(ring.counts) - 1
             arriving = None if is_last else ring.pass_on(block, owner)
-            found, rows = kernel.forward(query, *_by_clip(block), scores)[:2]
+            output_of_block, rows = kernel.forward(query, *_by_clip(block), scores)[:2]
             rows = rows.flatten(2)[..., : query.shape[-2]]  # some kernels pad them
             if step == 0:
-                output, logsumexp = found.float(), rows
+                output, logsumexp = output_of_block.float(), rows
             else:
-                output.lerp_(found.float(), torch.sigmoid(rows - logsumexp)[..., None])
+                output.lerp_(output_of_block.float(), torch.sigmoid(rows - logsumexp)[..., None])
                 logsumexp = torch.logaddexp(logsumexp, rows)
             if arriving is not None:
                 block = arriving()
@@ -86,9 +86,9 @@ def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
         for step, owner in enumerate(ring.owners()):
             is_last = step == len(ring.counts) - 1
             arriving_block = None if is_last else ring.pass_on(block, owner)
-            found = kernel.backward(gradient, (query, *_by_clip(block)), made, scores)
-            of_query += found[0]
-            of_block = _by_token(*found[1:]).float()
+            gradients = kernel.backward(gradient, (query, *_by_clip(block)), made, scores)
+            of_query += gradients[0]
+            of_block = _by_token(*gradients[1:]).float()
             if arriving is not None:  # gradients of this block from the ranks before
                 of_block += arriving()
             arriving = ring.pass_on(of_block, owner)
@@ -195,8 +195,8 @@ def _ring_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     kernel = _kernel_in(group, rank, counts, query, key, value)
     scores = ScoreTerms(None, False, scale)
-    found = kernel.backward(gradient, (query, key, value), (output, rows), scores)
-    of_query, of_key, of_value = (_heads_last(each) for each in found)
+    gradients = kernel.backward(gradient, (query, key, value), (output, rows), scores)
+    of_query, of_key, of_value = (_heads_last(each) for each in gradients)
     return of_query, of_key, of_value
 
 
@@ -230,8 +230,8 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    found = _ring_attention_backward(gradient, *ctx.saved_tensors, *ctx.how)
-    return *found, None, None, None, None
+    gradients = _ring_attention_backward(gradient, *ctx.saved_tensors, *ctx.how)
+    return *gradients, None, None, None, None
 
 
 ring_attention.register_autograd(_backward, setup_context=_save_for_backward)

@@ -69,10 +69,10 @@ def find_checkpoint(
         raise CheckpointError(
             f"{path} has no whole checkpoint of step {step}. Its checkpoints: {known}."
         )
-    found = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
-    if found is None:
+    checkpoint = run.checkpoint_path(step) if step is not None else files.newest_whole(run, part)
+    if checkpoint is None:
         raise CheckpointError(
             f"{path} has no whole checkpoint yet. Train on with {run.resume_command()}, or wait "
             "for checkpoint.every steps or checkpoint.minutes."
         )
-    return run, found
+    return run, checkpoint

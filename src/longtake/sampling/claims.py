@@ -123,8 +123,8 @@ def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
 
 def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
     parts = (f"{weights}/", "trainer.json")
-    found = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
-    return next((each for each in found if each), None)
+    damages = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
+    return next((each for each in damages if each), None)
 
 
 class NotHereError(errors.PlanError):
@@ -196,10 +196,10 @@ class Claims:
         return time.monotonic() < self._paused_until
 
     def attempts(self, task: EvaluationTask) -> Attempts:
-        found = count_attempts(history(task.claim_path), preset_key(task.preset))
+        counted = count_attempts(history(task.claim_path), preset_key(task.preset))
         # Endings that could not be written yet count, too.
-        number = max(found.number, self._own_failures.get(_name(task), 0))
-        return Attempts(number, found.is_final or number >= self._max)
+        number = max(counted.number, self._own_failures.get(_name(task), 0))
+        return Attempts(number, counted.is_final or number >= self._max)
 
     def ending(self, task: EvaluationTask) -> tuple[str | None, str | None]:
         record = next(iter(history(task.claim_path)[-1:]), {})
@@ -314,9 +314,9 @@ def attempt(
             forget_server(task.run, claim.lost_by, server)
             if checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
                 return AttemptOutcome("gone")
-            found = find_damage(task.checkpoint, task.preset.weights, checksums=False)
-            if found:
-                return AttemptOutcome("damaged", reason=_damaged(task, found))
+            damage = find_damage(task.checkpoint, task.preset.weights, checksums=False)
+            if damage:
+                return AttemptOutcome("damaged", reason=_damaged(task, damage))
             # Another server may have published while this one waited for the claim.
             known = task.directory.scores(task.preset.name, task.step)
             if known is not None and known["key"] == task.key:
@@ -357,9 +357,9 @@ def _failed(task: EvaluationTask, lease: Lease, error: Exception) -> AttemptOutc
         # Loading has verified all bytes. Damage is looked for again, in case the disk has misread
         # once; after another error, such as other weights, only missing files are looked for.
         reads = isinstance(error, files.DamagedCheckpointError)
-        found = find_damage(task.checkpoint, task.preset.weights, checksums=reads)
-        if found:
-            return AttemptOutcome("damaged", reason=_damaged(task, found))
+        damage = find_damage(task.checkpoint, task.preset.weights, checksums=reads)
+        if damage:
+            return AttemptOutcome("damaged", reason=_damaged(task, damage))
     is_hopeless = isinstance(error, errors.RecipeError | errors.ModelError | errors.DataError)
     # A disk error behind another error may pass, so that error is not final.
     cause: BaseException | None = error
@@ -386,10 +386,10 @@ def format_error(error: Exception) -> str:
     return f"{where}{error.strerror or error}.{advice}"
 
 
-def _damaged(task: EvaluationTask, found: str) -> str:
+def _damaged(task: EvaluationTask, damage: str) -> str:
     return (
-        f"{task.checkpoint} is not as it was saved: {found}. It is evaluated when its files change "
-        "and are right."
+        f"{task.checkpoint} is not as it was saved: {damage}. It is evaluated when its files "
+        "change and are right."
     )
 
 

@@ -210,9 +210,9 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
     here = Path.cwd()
     # Each place once, also if the folder is the current one.
     places = dict.fromkeys([here] if folder is None else [folder.absolute(), here])
-    found = next((place / file for place in places if (place / file).is_file()), None)
-    if found is not None:
-        return found
+    existing = next((place / file for place in places if (place / file).is_file()), None)
+    if existing is not None:
+        return existing
     if file.is_absolute():
         raise RecipeError(f"{key}: there is no file {file}.")
     raise RecipeError(

@@ -152,13 +152,13 @@ def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
     }
     if not clips:
         return {}
-    found: dict[str, Any] = {"prompts": tuple(clips)}
+    keys: dict[str, Any] = {"prompts": tuple(clips)}
     if inputs:
-        found["conditioning"] = {
+        keys["conditioning"] = {
             name: tuple(_file_of(clip, name, each, directory) for clip in clips.values())
             for name, each in inputs.items()
         }
-    return found
+    return keys
 
 
 def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: RunDirectory) -> Path:

@@ -143,12 +143,12 @@ def training_presets(recipe: config.Recipe, run: RunDirectory) -> list[Preset]:
     if recipe.sampling.every is None:
         return []
     names = preset_names(recipe, recipe.sampling.presets, run.path)
-    found = [find_preset(recipe, name, run.path) for name in names]
+    presets = [find_preset(recipe, name, run.path) for name in names]
     directory = EvaluationDirectory(run)
-    for preset in found:
+    for preset in presets:
         if directory.preset_path(preset.name).exists():
             keep_preset(directory, preset)  # refuses a preset other than that of the results
-    return found
+    return presets
 
 
 def refuse_unknown(tables: PresetTables, names: Iterable[str]) -> None:
