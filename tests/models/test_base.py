@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
+from tests.models.tiny import CLIP, FLUX, T5, WAN
 from torch import Tensor, nn
 
 from longtake.config import ModelSection, PooledSection, TextSection
@@ -24,39 +25,20 @@ from longtake.models.diffusers_family import (
 from longtake.models.numerics import keep_weights_in
 from longtake.models.text import outline_text
 
-_T5 = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
-_CLIP = {
-    "hidden_size": 10,
-    "intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-}
 _ENCODERS = {
     "tubelet": TextSection(max_tokens=4),
-    "wan": TextSection(kind="transformers", config=_T5, max_tokens=4),
+    "wan": TextSection(kind="transformers", config=T5, max_tokens=4),
     "flux": TextSection(
         kind="transformers",
-        config=_T5,
+        config=T5,
         max_tokens=4,
-        pooled=PooledSection(config=_CLIP),
+        pooled=PooledSection(config=CLIP),
     ),
 }
 _MODELS: dict[str, dict[str, Any]] = {
     "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2, "patch_size": [1, 2, 2]},
-    "wan": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "ffn_dim": 16,
-        "freq_dim": 8,
-        "num_layers": 2,
-    },
-    "flux": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "axes_dims_rope": [4, 4, 4],
-        "num_layers": 1,
-        "num_single_layers": 1,
-    },
+    "wan": WAN,
+    "flux": FLUX,
 }
 _SHAPE = LatentShape(channels=3, num_frames=1, height=4, width=6)
 _CONDITIONING = {

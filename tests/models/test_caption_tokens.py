@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from longtake.config import PooledSection, TextSection
-from longtake.models.caption_tokens import MOST_COUNTED, caption_lengths, review_captions
+from longtake.models.caption_tokens import MOST_COUNTED, review_captions
 from longtake.models.wan import Wan
 
 _SHORT, _LONG = "a red ball", "a red ball rolls left and then right again"
@@ -39,16 +39,22 @@ def test_words_are_counted_without_a_vocabulary(
     section: TextSection, truncated: int, longest: int
 ) -> None:
     """An encoder's captions end with a token; a caption that stands twice counts once."""
-    found = caption_lengths(section, [_SHORT, _LONG, _LONG])
-    assert (found.num_counted, found.num_truncated, found.longest) == (2, truncated, longest)
+    facts, _ = review_captions(section, None, [_SHORT, _LONG, _LONG])
+    limit = section.max_tokens
+    counted = {"num_counted": 2, "num_truncated": truncated, "longest": longest}
+    assert facts == {"max_tokens": limit, **counted}
 
 
 def test_a_pretrained_tokenizer_counts_what_it_would_be_given(pretrained: str) -> None:
     section = TextSection(kind="transformers", pretrained=pretrained, max_tokens=4)
     caption = "a&#39;b"  # an apostrophe
-    assert caption_lengths(section, [caption], Wan.frozen.text).num_truncated == 0
+    (facts, warning) = review_captions(section, Wan.frozen.text, [caption])
+    assert facts is not None
+    assert (facts["num_truncated"], warning) == (0, None)
     flux = section.model_copy(update={"pooled": PooledSection()})
-    assert caption_lengths(flux, [caption], Wan.frozen.text).longest == len(caption) + 1
+    (facts, _) = review_captions(flux, Wan.frozen.text, [caption])
+    assert facts is not None
+    assert facts["longest"] == len(caption) + 1
     (facts, warning) = review_captions(section, Wan.frozen.text, ["abc", "abcd"])
     assert facts is not None
     assert (facts["num_truncated"], facts["num_counted"], facts["max_tokens"]) == (1, 2, 4)
@@ -58,8 +64,9 @@ def test_a_pretrained_tokenizer_counts_what_it_would_be_given(pretrained: str) -
 
 def test_a_large_catalog_is_sampled() -> None:
     captions = [f"clip {number} of many" for number in range(3 * MOST_COUNTED)]
-    found = caption_lengths(TextSection(max_tokens=2), captions)
-    assert found.num_truncated == found.num_counted == MOST_COUNTED
+    facts, _ = review_captions(TextSection(max_tokens=2), None, captions)
+    assert facts is not None
+    assert facts["num_truncated"] == facts["num_counted"] == MOST_COUNTED
 
 
 def test_without_a_tokenizer_it_says_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from tests.families import release_flux2
+from tests.models.tiny import KL
 from torch import Tensor
 
 from longtake.config import Bucket, CodecSection
@@ -32,9 +33,6 @@ _TINY: dict[str, Any] = {
     "num_res_blocks": 1,
     "temperal_downsample": [True, True],
 }
-
-
-_TINY_IMAGE: dict[str, Any] = {"block_out_channels": [4, 4], "norm_num_groups": 2}
 
 
 def _section(**config: Any) -> CodecSection:
@@ -66,7 +64,7 @@ def test_pixels_come_back_exactly() -> None:
 @pytest.mark.parametrize("kind", ["video", "image"])
 def test_in_bf16_and_channels_last_a_video_looks_the_same(kind: str) -> None:
     """At most a grey level away on average, and 8 anywhere, encoded and decoded."""
-    part, config = (_VIDEO, _TINY) if kind == "video" else (_IMAGE, _TINY_IMAGE)
+    part, config = (_VIDEO, _TINY) if kind == "video" else (_IMAGE, KL)
     decoded = []
     for dtype in ("fp32", "bf16"):
         torch.manual_seed(0)
@@ -225,16 +223,8 @@ def test_keys_that_would_not_be_used_are_refused(section: CodecSection) -> None:
         build_codec(section, _VIDEO)
 
 
-_TINY_IMAGES: dict[str, Any] = {
-    "block_out_channels": [4, 4, 4],
-    "layers_per_block": 1,
-    "latent_channels": 4,
-    "norm_num_groups": 2,
-}
-
-
 def _image_section(**config: Any) -> CodecSection:
-    return CodecSection(kind="autoencoder", config=_TINY_IMAGES | config)
+    return CodecSection(kind="autoencoder", config=KL | {"block_out_channels": [4, 4, 4]} | config)
 
 
 def _image_codec(**config: Any) -> ImageCodec:
@@ -358,9 +348,7 @@ def test_an_outline_knows_shapes_and_has_no_values() -> None:
 @pytest.mark.parametrize("part", [_VIDEO, _IMAGE], ids=["video", "image"])
 def test_a_codec_computes_in_what_the_recipe_says(part: PipelinePart, tmp_path: Path) -> None:
     """Latents are fp32 in any case, and near; also where it is loaded from a folder."""
-    wan = {"base_dim": 4, "z_dim": 4, "dim_mult": [1, 1], "num_res_blocks": 1}
-    kl = {"block_out_channels": [4, 4], "norm_num_groups": 2}
-    config = kl if part is _IMAGE else wan | {"temperal_downsample": [False]}
+    config = KL if part is _IMAGE else _TINY
     section = CodecSection(kind="autoencoder", config=config)
     torch.manual_seed(0)
     exact = build_codec(section, part)
@@ -381,21 +369,12 @@ def test_a_codec_computes_in_what_the_recipe_says(part: PipelinePart, tmp_path: 
         assert off.abs().mean() < 4
 
 
-_SMALL_WAN: dict[str, Any] = {
-    "base_dim": 4,
-    "z_dim": 4,
-    "dim_mult": [1, 1, 1],
-    "num_res_blocks": 1,
-    "temperal_downsample": [True, True],
-}
-_SMALL_IMAGES: dict[str, Any] = {
-    "block_out_channels": [4, 4, 4, 4],
-    "norm_num_groups": 2,
-    "latent_channels": 4,
-}
 _SECTIONS = {
-    "AutoencoderKLWan": (_SMALL_WAN, (1, 4, 2, 16, 72)),  # 5 frames of 288x64: two tiles of 256
-    "AutoencoderKL": (_SMALL_IMAGES, (1, 4, 1, 40, 72)),  # 576x320: two tiles of 512
+    "AutoencoderKLWan": (_TINY, (1, 4, 2, 16, 72)),  # 5 frames of 288x64: two tiles of 256
+    "AutoencoderKL": (
+        KL | {"block_out_channels": [4, 4, 4, 4]},
+        (1, 4, 1, 40, 72),
+    ),  # 576x320: two tiles of 512
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.models.tiny import KONTEXT
 from torch import Tensor, nn
 
 from longtake import config
@@ -36,49 +37,6 @@ from longtake.models.trainable import adapter_layers
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _PICTURE = {"kind": "picture", "path": "{stem}.png"}
-_KONTEXT: dict[str, Any] = {
-    "out": "run",
-    "data": {
-        "catalog": "catalog.parquet",
-        "buckets": [{"num_frames": 1, "height": 16, "width": 24}],
-        "conditioning": {"reference": {"kind": "picture", "path": "../before/{stem}.png"}},
-    },
-    "model": {
-        "family": "flux_kontext",
-        "guidance": 2.5,
-        "config": {
-            "num_attention_heads": 2,
-            "attention_head_dim": 12,
-            "axes_dims_rope": [4, 4, 4],
-            "num_layers": 1,
-            "num_single_layers": 1,
-            "guidance_embeds": True,
-        },
-    },
-    "codec": {
-        "kind": "autoencoder",
-        "config": {
-            "block_out_channels": [4, 4],
-            "layers_per_block": 1,
-            "latent_channels": 4,
-            "norm_num_groups": 2,
-        },
-    },
-    "text": {
-        "kind": "transformers",
-        "max_tokens": 8,
-        "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
-        "pooled": {
-            "config": {
-                "hidden_size": 10,
-                "intermediate_size": 10,
-                "num_hidden_layers": 1,
-                "num_attention_heads": 2,
-            }
-        },
-    },
-    "training": {"steps": 1, "global_batch_size": 2},
-}
 _TUBELET: dict[str, Any] = {
     "out": "run",
     "data": {
@@ -90,7 +48,7 @@ _TUBELET: dict[str, Any] = {
 }
 
 
-def _recipe(values: dict[str, Any] = _KONTEXT, **sections: dict[str, Any]) -> Recipe:
+def _recipe(values: dict[str, Any] = KONTEXT, **sections: dict[str, Any]) -> Recipe:
     merged = {key: values.get(key, {}) | keys for key, keys in sections.items()}
     return config.parse(values | merged, source="test")
 
@@ -127,7 +85,7 @@ def test_building_leaves_the_callers_random_numbers_alone() -> None:
 
 @pytest.mark.usefixtures("few_words")
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("values", [_KONTEXT, _TUBELET])
+@pytest.mark.parametrize("values", [KONTEXT, _TUBELET])
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_an_outline_is_what_will_be_trained(values: Any, kind: str, dtype: str) -> None:
     """Same names, shapes, dtypes and the same weights frozen; only the vocabulary may shrink."""
@@ -194,7 +152,7 @@ def test_only_a_distilled_model_is_told_a_guidance_scale() -> None:
     distilled = training_conditioning(outline(recipe), recipe, told)
     assert distilled["guidance"].tolist() == [2.5, 2.5, 2.5]
     assert list(told) == ["prompt_embeds"]
-    model = _KONTEXT["model"] | {"config": _KONTEXT["model"]["config"] | {"guidance_embeds": False}}
+    model = KONTEXT["model"] | {"config": KONTEXT["model"]["config"] | {"guidance_embeds": False}}
     plain = _recipe(model=model)
     assert training_conditioning(outline(plain), plain, told) is told
 
@@ -251,10 +209,10 @@ def test_flops_count_the_references_tokens() -> None:
     """A picture to go by of the same size doubles the tokens of the pictures."""
     flops = {}
     for name in ("flux", "flux_kontext"):
-        pictures = _KONTEXT["data"]["conditioning"] if name == "flux_kontext" else {}
+        pictures = KONTEXT["data"]["conditioning"] if name == "flux_kontext" else {}
         recipe = _recipe(
-            model=_KONTEXT["model"] | {"family": name},
-            data=_KONTEXT["data"] | {"conditioning": pictures},
+            model=KONTEXT["model"] | {"family": name},
+            data=KONTEXT["data"] | {"conditioning": pictures},
         )
         parts = outline(recipe)
         flops[name] = forward_flops(parts, recipe, recipe.data.buckets[0]).total
@@ -351,7 +309,7 @@ def test_a_transformer_of_ones_own_takes_the_place_of_diffusers(
     (tmp_path / "own_transformers.py").write_text(_OWN_TRANSFORMERS)
     monkeypatch.chdir(tmp_path)
 
-    def with_class(name: str, values: dict[str, Any] = _KONTEXT) -> Recipe:
+    def with_class(name: str, values: dict[str, Any] = KONTEXT) -> Recipe:
         own = {"transformer_class": f"own_transformers:{name}"}
         return _recipe({**values, "model": {**values["model"], **own}})
 
@@ -384,8 +342,8 @@ def test_the_nearest_bucket_is_one_that_codec_and_model_take(
     width: int, height: int, nearest: str
 ) -> None:
     """Said in pixels, at once, also where the codec alone would take it."""
-    like_flux = _KONTEXT["codec"]["config"] | {"block_out_channels": [4, 4, 4, 4]}
-    codec = _KONTEXT["codec"] | {"config": like_flux}
+    like_flux = KONTEXT["codec"]["config"] | {"block_out_channels": [4, 4, 4, 4]}
+    codec = KONTEXT["codec"] | {"config": like_flux}
 
     def buckets(width: int, height: int) -> dict[str, Any]:
         return {"buckets": [{"num_frames": 1, "height": height, "width": width}]}

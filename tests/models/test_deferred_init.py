@@ -11,6 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, FluxTransformer2DModel, WanTransformer3DModel
+from tests.models.tiny import WAN
 from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
@@ -35,16 +36,7 @@ _SMALL_WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 _LARGE_WAN = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 _FITTED = {"in_channels": 4, "out_channels": 4}
 _CPU = torch.device("cpu")
-_SIZE = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "ffn_dim": 16,
-    "freq_dim": 8,
-    "num_layers": 2,
-    "text_dim": 16,
-    "in_channels": 4,
-    "out_channels": 4,
-}
+_SIZE = WAN | {"text_dim": 16, **_FITTED}
 
 
 def _wan(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
@@ -303,7 +295,7 @@ def test_what_is_read_later_is_what_is_loaded_at_once(
 
 
 _RANDOM: dict[str, dict[str, Any]] = {
-    "wan": {name: _SIZE[name] for name in _SIZE if name not in ("text_dim", *_FITTED)},
+    "wan": WAN,
     "flux": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2}
     | {"attention_head_dim": 16, "axes_dims_rope": [4, 6, 6]},
     "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2},

@@ -17,6 +17,7 @@ from longtake.errors import RecipeError
 from longtake.models.deferred_init import (
     DeferredWeights,
     deferred_parameters,
+    on_meta,
     parameters_on_meta,
 )
 from longtake.models.numerics import main_dtype
@@ -257,9 +258,6 @@ def test_every_layer_of_the_released_models_can_be_quantised(model_class: Any) -
         FluxTransformer2DModel: "black-forest-labs/FLUX.1-dev",
         WanTransformer3DModel: "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
     }[model_class]
-    from longtake.models.deferred_init import on_meta
-
     model = on_meta(model_class, where, "transformer").requires_grad_(False)
-    for kind in ("nf4",):
-        quantize_linears(model, kind)
+    quantize_linears(model, "nf4")
     assert not any(type(layer) is nn.Linear for layer in model.modules())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tests.build import LateCopies
+from tests.models.tiny import FLUX, WAN
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -46,27 +47,11 @@ def _model(name: str, section: TrainableSection, quantize: Quantization | None =
     torch.manual_seed(3)
     model: nn.Module
     if name == "wan":
-        model = WanTransformer3DModel(
-            in_channels=4,
-            out_channels=4,
-            num_attention_heads=2,
-            attention_head_dim=12,
-            text_dim=16,
-            ffn_dim=16,
-            freq_dim=8,
-            num_layers=4,
-        )
+        sizes = WAN | {"in_channels": 4, "out_channels": 4, "text_dim": 16, "num_layers": 4}
+        model = WanTransformer3DModel(**sizes)
     else:
-        model = FluxTransformer2DModel(
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=3,
-            attention_head_dim=12,
-            num_attention_heads=2,
-            joint_attention_dim=16,
-            pooled_projection_dim=8,
-            axes_dims_rope=(4, 4, 4),
-        )
+        sizes = FLUX | {"in_channels": 16, "num_layers": 2, "num_single_layers": 3}
+        model = FluxTransformer2DModel(**sizes, joint_attention_dim=16, pooled_projection_dim=8)
     if quantize is not None:
         model.requires_grad_(False)
         for block in family(name).blocks(model):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.tiny import FLUX, WAN
 from torch import Tensor, nn
 
 from longtake.config import ModuleSection, TrainableSection
@@ -80,16 +81,9 @@ def _at_the_repositorys_root(monkeypatch: pytest.MonkeyPatch) -> None:
 def _flux() -> nn.Module:
     from diffusers import FluxTransformer2DModel
 
+    sizes = FLUX | {"in_channels": 4 * _CHANNELS, "num_layers": 2, "num_single_layers": 2}
     model: nn.Module = FluxTransformer2DModel(
-        in_channels=4 * _CHANNELS,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=12,
-        num_attention_heads=2,
-        joint_attention_dim=16,
-        pooled_projection_dim=8,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 4, 4),
+        **sizes, joint_attention_dim=16, pooled_projection_dim=8, guidance_embeds=True
     )
     return model
 
@@ -98,14 +92,7 @@ def _wan() -> nn.Module:
     from diffusers import WanTransformer3DModel
 
     model: nn.Module = WanTransformer3DModel(
-        in_channels=_CHANNELS,
-        out_channels=_CHANNELS,
-        num_attention_heads=2,
-        attention_head_dim=12,
-        text_dim=16,
-        ffn_dim=16,
-        freq_dim=8,
-        num_layers=2,
+        **WAN, in_channels=_CHANNELS, out_channels=_CHANNELS, text_dim=16
     )
     return model
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.models.tiny import WAN
 from torch import Tensor
 
 from longtake.config import ModelSection, TextSection
@@ -15,13 +16,6 @@ from longtake.models.wan import Wan, original_name
 
 _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _SHAPE = LatentShape(channels=4, num_frames=2, height=4, width=6)
-_TINY: dict[str, Any] = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "ffn_dim": 16,
-    "freq_dim": 8,
-    "num_layers": 2,
-}
 
 
 def _text(kind: Any = "transformers") -> TextEncoder:
@@ -32,7 +26,7 @@ def _text(kind: Any = "transformers") -> TextEncoder:
 
 def _model(text: TextEncoder | None = None, **config: Any) -> Any:
     torch.manual_seed(0)
-    section = ModelSection(family="wan", config=_TINY | config)
+    section = ModelSection(family="wan", config=WAN | config)
     return Wan().build(section, [_SHAPE], text or _text())
 
 
@@ -43,9 +37,7 @@ def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return noisy, torch.tensor([0.25, 0.9]), {"prompt_embeds": embeds}
 
 
-def test_channels_and_text_width_follow_from_codec_and_encoder() -> None:
-    config = _model().config
-    assert (config.in_channels, config.out_channels, config.text_dim) == (4, 4, 16)
+def test_a_model_of_random_weights_is_in_fp32() -> None:
     assert {parameter.dtype for parameter in _model().parameters()} == {torch.float32}
 
 
@@ -68,7 +60,7 @@ def test_latents_that_do_not_divide_are_refused_before_building(
 
 def test_latents_that_divide_are_accepted() -> None:
     """Also in patches given as TOML's list, with which the model then works."""
-    section = ModelSection(family="wan", config=_TINY | {"patch_size": [2, 2, 2]})
+    section = ModelSection(family="wan", config=WAN | {"patch_size": [2, 2, 2]})
     Wan().check(section, [_SHAPE])
     noisy, sigmas, conditioning = _inputs()
     model = _model(patch_size=[2, 2, 2])
@@ -141,25 +133,14 @@ def test_tokens_are_counted_as_the_model_makes_them() -> None:
     assert seen == [Wan().block.num_tokens(model, _SHAPE)]
 
 
-_SIZES: dict[str, Any] = {
-    "num_attention_heads": 2,
-    "attention_head_dim": 12,
-    "in_channels": 4,
-    "out_channels": 4,
-    "text_dim": 6,
-    "freq_dim": 8,
-    "ffn_dim": 16,
-    "num_layers": 11,
-}
-
-
 def test_diffusers_turns_every_name_back() -> None:
     """Of a model that also looks at pictures, with blocks of two digits; none stays diffusers'."""
     from diffusers import WanTransformer3DModel
     from diffusers.loaders.single_file_utils import convert_wan_transformer_to_diffusers
 
     with torch.device("meta"):
-        model: Any = WanTransformer3DModel(**_SIZES, image_dim=6, added_kv_proj_dim=24)
+        sizes = WAN | {"num_layers": 11, "image_dim": 6, "added_kv_proj_dim": 24}
+        model: Any = WanTransformer3DModel(**sizes)
     names = list(model.state_dict())
     originals = [original_name(name) for name in names]
     back = convert_wan_transformer_to_diffusers({each: torch.empty(0) for each in originals})

@@ -14,6 +14,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from tests.models.tiny import KONTEXT
 from torch import Tensor
 
 from longtake import config
@@ -560,50 +561,10 @@ def test_a_gpu_that_is_not_there_is_refused(tiny_run: Path) -> None:
         SamplerLoader(RunDirectory(tiny_run), "gpu")
 
 
-def _flux_recipe(family: str = "flux_kontext", **model: Any) -> Recipe:
-    transformer = {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "axes_dims_rope": [4, 4, 4],
-        "num_layers": 1,
-        "num_single_layers": 1,
-        "guidance_embeds": True,
-    }
-    autoencoder = {
-        "block_out_channels": [4, 4],
-        "layers_per_block": 1,
-        "latent_channels": 4,
-        "norm_num_groups": 2,
-    }
-    clip = {
-        "hidden_size": 10,
-        "intermediate_size": 10,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    values = {
-        "out": "run",
-        "data": {
-            "catalog": "catalog.parquet",
-            "buckets": [{"num_frames": 1, "height": _HEIGHT, "width": _WIDTH}],
-            "conditioning": (
-                {"reference": {"kind": "picture", "path": "{stem}.png"}}
-                if family == "flux_kontext"
-                else {}
-            ),
-        },
-        "model": {"family": family, "config": transformer | model},
-        "codec": {"kind": "autoencoder", "config": autoencoder},
-        "text": {
-            "kind": "transformers",
-            "max_tokens": 8,
-            "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
-            "pooled": {"config": clip},
-        },
-        "training": {"steps": 1, "global_batch_size": 1},
-        "sampling": {"num_inference_steps": 3, "guidance_scale": 4.0, "shift": 2.0},
-    }
-    return config.parse(values, source="test")
+def _flux_recipe(**model: Any) -> Recipe:
+    own = KONTEXT["model"] | {"config": KONTEXT["model"]["config"] | model}
+    sampling = {"num_inference_steps": 3, "guidance_scale": 4.0, "shift": 2.0}
+    return config.parse(KONTEXT | {"model": own, "sampling": sampling}, source="test")
 
 
 def _flux_sampler(recipe: Recipe | None = None) -> Sampler:

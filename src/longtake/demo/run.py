@@ -130,7 +130,13 @@ def run_demo(
         steps = run.recipe().training.steps
         console.print(f"{out} holds a demo of {steps} steps and resumes it.", markup=False)
     # Before any clip is written.
-    _refuse_other_settings(run, demo_recipe(out, steps or DEFAULT_STEPS, seed))
+    asked = demo_recipe(out, steps or DEFAULT_STEPS, seed)
+    if changed := config.differences(run.recipe(), asked) if run.exists() else []:
+        listed = ", ".join(f"{key} {old} there and {new} now" for key, old, new in changed)
+        raise errors.RecipeChangedError(
+            f"{run.path} holds a demo with other settings: {listed}. Give this one a folder of its "
+            f"own, such as --out {run.path}-2, or ask for the same settings again."
+        )
     make_catalog(run, seed, console)
     if minutes is not None and not run.exists():
         measured = _steps_within(minutes, out, seed, console)
@@ -161,16 +167,6 @@ def _train(recipe: config.Recipe, evaluate: bool, console: Console) -> str | Non
 
 def _catalog_path(out: Path) -> Path:
     return out / "data" / "catalog.parquet"
-
-
-def _refuse_other_settings(run: RunDirectory, recipe: config.Recipe) -> None:
-    changed = config.differences(run.recipe(), recipe) if run.exists() else []
-    if changed:
-        listed = ", ".join(f"{key} {old} there and {new} now" for key, old, new in changed)
-        raise errors.RecipeChangedError(
-            f"{run.path} holds a demo with other settings: {listed}. Give this one a folder of its "
-            f"own, such as --out {run.path}-2, or ask for the same settings again."
-        )
 
 
 def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:

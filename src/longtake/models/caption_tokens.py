@@ -2,7 +2,6 @@
 
 import html
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import ftfy
@@ -15,61 +14,45 @@ from longtake.models.releases import find_part
 MOST_COUNTED = 10_000  # captions, evenly spaced; takes a second or two
 
 
-@dataclass(frozen=True)
-class CaptionLengths:
-    """Token counts of captions, and the number of tokens that a text encoder reads."""
-
-    max_tokens: int
-    num_counted: int  # distinct captions, at most MOST_COUNTED
-    num_truncated: int  # among those counted
-    longest: int  # tokens
-
-    def warning(self) -> str | None:
-        """Return a warning if captions are truncated, else None."""
-        if not self.num_truncated:
-            return None
-        return (
-            f"{self.num_truncated} of {self.num_counted} captions are truncated: they have more "
-            f"than text.max_tokens = {self.max_tokens} tokens (the longest {self.longest}). "
-            "Shorten them or raise text.max_tokens; a pretrained model should not get more tokens "
-            "than it was trained with."
-        )
-
-
-def caption_lengths(
-    section: TextSection, captions: Sequence[str], encoder: PipelinePart | None = None
-) -> CaptionLengths:
+def review_captions(
+    section: TextSection, encoder: PipelinePart | None, captions: Sequence[str]
+) -> tuple[dict[str, int] | None, str | None]:
     """Count the tokens of a catalog's captions by the first text encoder's tokenizer.
 
-    The second one of FLUX (CLIP) reads the first 77 tokens of any caption. `encoder` is the
-    family's, needed where it is pretrained.
+    The second one of FLUX (CLIP) reads the first 77 tokens of any caption.
+
+    Args:
+        section: the recipe's text section.
+        encoder: the family's, needed where it is pretrained.
+        captions: of the catalog; equal ones are counted once, and at most MOST_COUNTED.
+
+    Returns:
+        The tokens that the encoder reads (max_tokens), the captions counted (num_counted), those of
+        them that are truncated (num_truncated) and the tokens of the longest; and a warning if any
+        is truncated. Without a tokenizer there are no numbers, and the warning says why.
     """
     distinct = list(dict.fromkeys(captions))
     counted = distinct[:: -(-len(distinct) // MOST_COUNTED) or 1]
     limit = section.num_tokens()
     # Each token is at least a byte, except the end token.
     could_be_long = [each for each in counted if len(each.encode()) >= limit]
-    counts = _counter(section, encoder)(could_be_long) if could_be_long else []
-    return CaptionLengths(
-        max_tokens=limit,
-        num_counted=len(counted),
-        num_truncated=sum(count > limit for count in counts),
-        longest=max(counts, default=0),
-    )
-
-
-def review_captions(
-    section: TextSection, encoder: PipelinePart | None, captions: Sequence[str]
-) -> tuple[dict[str, int] | None, str | None]:
-    """Return `caption_lengths` as JSON, and a warning if captions are truncated.
-
-    Without a tokenizer there are no lengths, and the warning says why.
-    """
     try:
-        lengths = caption_lengths(section, captions, encoder)
+        counts = _counter(section, encoder)(could_be_long) if could_be_long else []
     except ModelError as error:
         return None, f"the captions' tokens were not counted: {error}"
-    return asdict(lengths), lengths.warning()
+    facts = {
+        "max_tokens": limit,
+        "num_counted": len(counted),
+        "num_truncated": sum(count > limit for count in counts),
+        "longest": max(counts, default=0),
+    }
+    if not facts["num_truncated"]:
+        return facts, None
+    return facts, (
+        f"{facts['num_truncated']} of {len(counted)} captions are truncated: they have more than "
+        f"text.max_tokens = {limit} tokens (the longest {facts['longest']}). Shorten them or raise "
+        "text.max_tokens; a pretrained model should not get more tokens than it was trained with."
+    )
 
 
 def clean(caption: str) -> str:

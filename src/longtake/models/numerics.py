@@ -33,19 +33,11 @@ def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.devi
         return wanted
     if device.type == "cuda":
         return "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-    return "bf16" if cpu_has_bf16() else "fp32"
-
-
-def cpu_has_bf16() -> bool:
-    """Return True if the processor has AMX or avx512_bf16, and oneDNN may use them.
-
-    Elsewhere oneDNN emulates bf16, which is slower than fp32.
-    """
-    # DNNL is the former name of oneDNN.
+    # Without AMX or avx512_bf16, or where oneDNN may not use them, it emulates bf16, more slowly
+    # than it computes fp32. DNNL is the former name of oneDNN.
     limits = (os.environ.get(f"{name}_MAX_CPU_ISA", "") for name in ("ONEDNN", "DNNL"))
-    if any(limit.upper() in _ISAS_WITHOUT_BF16 for limit in limits):
-        return False
-    return not cpu_flags().isdisjoint({"amx_bf16", "avx512_bf16"})
+    may_use = not any(limit.upper() in _ISAS_WITHOUT_BF16 for limit in limits)
+    return "bf16" if may_use and cpu_flags() & {"amx_bf16", "avx512_bf16"} else "fp32"
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:

@@ -243,28 +243,24 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
             f"{wanted!r} is no device. Expected auto, cpu, cuda, or one GPU, such as cuda:1."
         )
     gpu = int(number) if colon else local_rank
-    if gpu >= gpus:
-        raise errors.RecipeError(_no_gpu(wanted, local_rank, gpus))
-    torch.cuda.set_device(gpu)
-    return torch.device("cuda", gpu)
-
-
-def _no_gpu(wanted: str, local_rank: int, gpus: int) -> str:
-    if ":" in wanted:
-        return (
+    if gpu >= gpus and colon:
+        raise errors.RecipeError(
             f"There is no GPU {wanted}: this machine has {gpus} CUDA GPUs, counted from 0. "
             "Choose another, or cpu."
         )
-    if torch.version.cuda is None and torch.version.hip is None:
-        return (
+    if gpu >= gpus and torch.version.cuda is None and torch.version.hip is None:
+        raise errors.RecipeError(
             f'training.device is "{wanted}", but PyTorch {torch.__version__} is a CPU build. '
             'Install the CUDA build (README, "Install"), or try it here with '
             "--set training.device=cpu."
         )
-    return (
-        f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
-        f"{gpus} CUDA GPUs. Start at most one process per GPU, or --set training.device=cpu."
-    )
+    if gpu >= gpus:
+        raise errors.RecipeError(
+            f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
+            f"{gpus} CUDA GPUs. Start at most one process per GPU, or --set training.device=cpu."
+        )
+    torch.cuda.set_device(gpu)
+    return torch.device("cuda", gpu)
 
 
 def shard_size(section: ParallelSection, size: int, of_node: int | None = None) -> int:

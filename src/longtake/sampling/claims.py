@@ -16,7 +16,7 @@ import socket
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -196,10 +196,17 @@ class Claims:
         return time.monotonic() < self._paused_until
 
     def attempts(self, task: EvaluationTask) -> Attempts:
-        counted = count_attempts(history(task.claim_path), preset_key(task.preset))
+        """Count the failed or lost attempts at a task's preset in the records of its lease."""
+        records = history(task.claim_path)
+        # The newest record without an end is of an attempt that goes on.
+        lost = [record for record in records[:-1] if record.get("ended") is None]
+        failed = [record for record in records if record.get("ended") == "failed"]
+        key = preset_key(task.preset)
+        counted = [record for record in (*lost, *failed) if record.get("preset_key") == key]
         # Endings that could not be written yet count, too.
-        number = max(counted.number, self._own_failures.get(_name(task), 0))
-        return Attempts(number, counted.is_final or number >= self._max)
+        number = max(len(counted), self._own_failures.get(_name(task), 0))
+        is_final = any(record.get("final") for record in counted)
+        return Attempts(number, is_final or number >= self._max)
 
     def ending(self, task: EvaluationTask) -> tuple[str | None, str | None]:
         record = next(iter(history(task.claim_path)[-1:]), {})
@@ -257,15 +264,6 @@ class Claims:
             with suppress(OSError):
                 write_ending()
                 self._unwritten.remove(write_ending)
-
-
-def count_attempts(records: Sequence[Mapping[str, Any]], preset: str) -> Attempts:
-    """Count the failed or lost attempts at a preset (by `preset_key`) in the records of a lease."""
-    # The newest record without an end is of an attempt that goes on.
-    lost = [record for record in records[:-1] if record.get("ended") is None]
-    failed = [record for record in records if record.get("ended") == "failed"]
-    counted = [record for record in (*lost, *failed) if record.get("preset_key") == preset]
-    return Attempts(len(counted), any(record.get("final") for record in counted))
 
 
 class TaskProgress:

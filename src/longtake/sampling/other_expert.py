@@ -36,7 +36,7 @@ def load_other(
     any memory beside the trained transformer's.
 
     Args:
-        recipe: of the run.
+        recipe: of the run; `refuse_wrong_other` has accepted it with the other run.
         parts: of a release with two transformers.
         device: to sample on.
         run: another run, or one checkpoint of it; None: `sampling.other_expert`, or the release.
@@ -46,11 +46,10 @@ def load_other(
 
     Raises:
         RunError: there is no such run, or it names code and another user began it.
-        RecipeError: it has not trained the other transformer of this release.
+        RecipeError: it has trained another boundary between the transformers.
         CheckpointError: it has no whole checkpoint.
         ModelError: the release's weights cannot be loaded.
     """
-    refuse_wrong_other(recipe, run)
     run = recipe.sampling.other_expert if run is None else run
     dtype = (recipe if run is None else find_run(run).recipe()).model.dtype
     if run is None:

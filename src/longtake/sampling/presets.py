@@ -200,8 +200,24 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
         RecipeError: the results under this name are of another preset.
         RunError: preset.json or a copy cannot be read or written.
     """
-    path = directory.preset_path(preset.name)
-    keep_record(path, preset.name, preset.as_record())
+    path, record = directory.preset_path(preset.name), preset.as_record()
+    try:
+        kept = _read_record(path)
+        if not kept:
+            # Another process may write the same record at the same time.
+            if not fsio.write_once(path, record) and not _read_record(path):
+                fsio.write_json(path, record, by_many=True)  # replaces an unreadable file
+            kept = _read_record(path)
+    except OSError as error:
+        raise cannot_be_kept(path, error) from error
+    changed = [key for key in record.keys() | kept.keys() if record.get(key) != kept.get(key)]
+    if changed:
+        raise RecipeError(
+            f"Preset {preset.name}: {path.parent} holds videos of another one; they differ in "
+            f"{', '.join(sorted(changed))}. A row of videos shows the training only if nothing "
+            f"else changes: give the new one another name, such as {preset.name}-2, or move that "
+            "folder away."
+        )
     try:
         keep_pictures(path, preset.conditioning, preset.bucket)
     except OSError as error:
@@ -389,27 +405,6 @@ def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
         raise RecipeError(
             f"{fps:g} frames a second cannot be written as mp4: expected {_MIN_FPS} to "
             f"{_MAX_FPS}. Set --fps or sampling.fps."
-        )
-
-
-def keep_record(path: Path, name: str, record: Mapping[str, Any]) -> None:
-    """Write a preset's record to preset.json unless it exists; refuse another record there."""
-    try:
-        kept = _read_record(path)
-        if not kept:
-            # Another process may write the same record at the same time.
-            if not fsio.write_once(path, record) and not _read_record(path):
-                fsio.write_json(path, record, by_many=True)  # replaces an unreadable file
-            kept = _read_record(path)
-    except OSError as error:
-        raise cannot_be_kept(path, error) from error
-    changed = [key for key in record.keys() | kept.keys() if record.get(key) != kept.get(key)]
-    if changed:
-        raise RecipeError(
-            f"Preset {name}: {path.parent} holds videos of another one; they differ in "
-            f"{', '.join(sorted(changed))}. A row of videos shows the training only if nothing "
-            f"else changes: give the new one another name, such as {name}-2, or move that "
-            "folder away."
         )
 
 

@@ -1,0 +1,54 @@
+"""Sizes of the smallest models of diffusers and transformers that tests build, and a recipe."""
+
+from typing import Any
+
+T5: dict[str, Any] = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
+CLIP: dict[str, Any] = {
+    "hidden_size": 10,
+    "intermediate_size": 10,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+KL: dict[str, Any] = {
+    "block_out_channels": [4, 4],
+    "layers_per_block": 1,
+    "latent_channels": 4,
+    "norm_num_groups": 2,
+}
+"""An `AutoencoderKL`."""
+FLUX: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "axes_dims_rope": [4, 4, 4],
+    "num_layers": 1,
+    "num_single_layers": 1,
+}
+WAN: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 12,
+    "ffn_dim": 16,
+    "freq_dim": 8,
+    "num_layers": 2,
+}
+KONTEXT: dict[str, Any] = {
+    "out": "run",
+    "data": {
+        "catalog": "catalog.parquet",
+        "buckets": [{"num_frames": 1, "height": 16, "width": 24}],
+        "conditioning": {"reference": {"kind": "picture", "path": "../before/{stem}.png"}},
+    },
+    "model": {
+        "family": "flux_kontext",
+        "guidance": 2.5,
+        "config": FLUX | {"guidance_embeds": True},
+    },
+    "codec": {"kind": "autoencoder", "config": KL},
+    "text": {
+        "kind": "transformers",
+        "max_tokens": 8,
+        "config": T5,
+        "pooled": {"config": CLIP},
+    },
+    "training": {"steps": 1, "global_batch_size": 2},
+}
+"""A recipe of FLUX.1 Kontext with random weights."""
