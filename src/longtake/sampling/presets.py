@@ -17,14 +17,7 @@ from longtake.errors import LongtakeError, RecipeError, RecordError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory
-from longtake.sampling.preset_files import (
-    InputFiles,
-    cannot_be_kept,
-    find_files,
-    keep_pictures,
-    read_input,
-    refuse_other_inputs,
-)
+from longtake.sampling import preset_files
 from longtake.sampling.preset_prompts import DEFAULT, caption_prompts, find_prompts, with_trigger
 
 _SHIPPED = Path(__file__).with_name("presets.toml")
@@ -68,7 +61,9 @@ class Preset:
     batch_size: int = _BATCH_SIZE  # videos sampled at once
     decoding: str = "auto"  # `auto`, `whole` or `tiles`
     measures: tuple[str, ...] = ()  # additional measures, each as `module:Class`
-    conditioning: InputFiles = field(default_factory=dict, hash=False)  # per prompt, by name
+    conditioning: preset_files.InputFiles = field(
+        default_factory=dict, hash=False
+    )  # per prompt, by name
 
     def requests(self) -> list[Request]:
         """Return the videos to sample, prompt by prompt, with one video per seed."""
@@ -209,7 +204,7 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
                 fsio.write_json(path, record, by_many=True)  # replaces an unreadable file
             kept = _read_record(path)
     except OSError as error:
-        raise cannot_be_kept(path, error) from error
+        raise preset_files.cannot_be_kept(path, error) from error
     changed = [key for key in record.keys() | kept.keys() if record.get(key) != kept.get(key)]
     if changed:
         raise RecipeError(
@@ -219,9 +214,9 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
             "folder away."
         )
     try:
-        keep_pictures(path, preset.conditioning, preset.bucket)
+        preset_files.keep_pictures(path, preset.conditioning, preset.bucket)
     except OSError as error:
-        raise cannot_be_kept(path.with_name("pictures"), error) from error
+        raise preset_files.cannot_be_kept(path.with_name("pictures"), error) from error
 
 
 def _build(
@@ -238,7 +233,7 @@ def _build(
     prompts = with_trigger(prompts, recipe)
     inputs, folder = recipe.model_inputs(), folders.get("conditioning")
     files = section.conditioning or {}
-    refuse_other_inputs(files, inputs, of_preset=True)
+    preset_files.refuse_other_inputs(files, inputs, of_preset=True)
     stride = recipe.data.frame_stride
     return Preset(
         name=name,
@@ -251,12 +246,12 @@ def _build(
         decoding=section.decoding or "auto",
         measures=section.measures or (),
         conditioning={
-            name: find_files(
+            name: preset_files.find_files(
                 name,
                 files[name],
                 len(prompts),
                 folder,
-                partial(read_input, inputs[name], bucket=bucket, stride=stride),
+                partial(preset_files.read_input, inputs[name], bucket=bucket, stride=stride),
             )
             for name in inputs
         },
