@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from longtake.fsio import read_json
-from longtake.monitor.coordinator import RunDumps
+from longtake.monitor.asked import RunDumps
 from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.dumps import StackInterner, group_processes, traces
 from longtake.node_dir import DumpRequest, NodeDump, ProcessDump

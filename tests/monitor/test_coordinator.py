@@ -18,10 +18,9 @@ from tests.monitor.build import make_dump, make_heartbeat, make_process
 from longtake.errors import RunError
 from longtake.fsio import write_once
 from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
+from longtake.monitor.asked import dump_process_tree, dump_run
 from longtake.monitor.coordinator import (
     RequestQueue,
-    dump_process_tree,
-    dump_run,
     read_dumps,
     run_step,
     stall_request,
@@ -258,8 +257,8 @@ def _hearts_here(run: RunDirectory) -> HeartbeatWriter:
 def test_every_node_with_a_watcher_answers(
     stage: Stage, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_ALIVE_SECONDS", "_ASKED_SECONDS"):
-        monkeypatch.setattr(f"longtake.monitor.coordinator.{name}", 120.0)
+    for name in ("coordinator._ALIVE_SECONDS", "asked._ASKED_SECONDS"):
+        monkeypatch.setattr(f"longtake.monitor.{name}", 120.0)
     _watched(stage, "gpu1", "gpu2")
     answers = dump_run(run, native=False)
     facts = group_processes(answers.dumps())
@@ -273,8 +272,8 @@ def test_every_node_with_a_watcher_answers(
 def test_a_node_whose_watcher_does_not_live_is_not_waited_for(
     stage: Stage, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_ALIVE_SECONDS", "_ASKED_SECONDS"):
-        monkeypatch.setattr(f"longtake.monitor.coordinator.{name}", 120.0)
+    for name in ("coordinator._ALIVE_SECONDS", "asked._ASKED_SECONDS"):
+        monkeypatch.setattr(f"longtake.monitor.{name}", 120.0)
     _, frozen = _watched(stage, "gpu1", "gpu2")
     os.kill(frozen.pid, signal.SIGSTOP)
     wait_until_still(frozen.pid)
@@ -297,8 +296,9 @@ def test_a_watcher_that_lives_and_does_not_answer_is_named(
         node.write_heartbeat({"pid": 1, "beat": 1})
         return write_once(path, record)
 
-    for name, value in (("_ALIVE_SECONDS", -1.0), ("_ASKED_SECONDS", 0.0), ("write_once", write)):
-        monkeypatch.setattr(f"longtake.monitor.coordinator.{name}", value)
+    monkeypatch.setattr("longtake.monitor.coordinator._ALIVE_SECONDS", -1.0)
+    monkeypatch.setattr("longtake.monitor.asked._ASKED_SECONDS", 0.0)
+    monkeypatch.setattr("longtake.monitor.asked.write_once", write)
     answers = dump_run(run, native=False)
     assert answers.silent == ("gpu1",)
     assert (answers.files, answers.own) == ((), None)

@@ -15,7 +15,7 @@ from tests.monitor.build import make_dump, make_process, make_thread
 from longtake import stacks
 from longtake.fsio import write_once
 from longtake.heartbeat import read_heartbeats
-from longtake.monitor.coordinator import dump_process_tree
+from longtake.monitor.asked import dump_process_tree
 from longtake.monitor.dumps import (
     EarlyRounds,
     ProcessTrace,

@@ -116,7 +116,7 @@ def stacks(
 
     The processes keep running, except with --native, which pauses each for a second.
     """
-    from longtake.monitor.coordinator import dump_process_tree, dump_run
+    from longtake.monitor.asked import dump_process_tree, dump_run
     from longtake.monitor.dumps import group_processes
 
     if run is not None and pid is None:

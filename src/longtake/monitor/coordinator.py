@@ -6,27 +6,21 @@ processes. Then the nodes may make the diagnosis in turn, beginning with the req
 dead watcher does not prevent it.
 """
 
-import os
-import pwd
-import re
-import shlex
-import socket
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, Literal
 
-from longtake import node_dir, node_events, process
-from longtake.errors import RecordError, RunError
-from longtake.fsio import file_time, now, read_record, write_once
-from longtake.heartbeat import Heartbeat, heartbeat_dir, page_path, read_heartbeat, read_heartbeats
+from longtake import node_dir, node_events
+from longtake.errors import RecordError
+from longtake.fsio import now, read_record, write_once
+from longtake.heartbeat import Heartbeat, page_path, read_heartbeat, read_heartbeats
 from longtake.monitor import dumps, flight_recorder, observe, reporting
 from longtake.monitor.diagnosis import diagnose
 from longtake.monitor.stall_record import StallDiagnosis
@@ -45,8 +39,6 @@ _FORGET_SECONDS = 60.0
 _SECONDS_FOR_OTHERS = 3.0
 _ALIVE_SECONDS = 2.5  # within which a living watcher writes a heartbeat
 _READ_SECONDS, _READ_SECONDS_PER_NODE = 3.0, 0.05
-_ASKED_ROUNDS, _ASKED_ROUND_SECONDS = 2, 1.0  # for `longtake stacks`
-_ASKED_SECONDS = 10.0
 
 
 # --- Requests.
@@ -231,7 +223,7 @@ def read_dumps(
     run, found = disk.node.run, list[node_dir.NodeDump]()
     interner, begun = dumps.StackInterner(), time.monotonic()
     try:
-        nodes = disk.ask(lambda: _nodes_with_dump(run, token), _READ_SECONDS)
+        nodes = disk.ask(lambda: nodes_with_dump(run, token), _READ_SECONDS)
     except OSError:
         return [], []
     limit = _READ_SECONDS + _READ_SECONDS_PER_NODE * len(nodes)
@@ -248,7 +240,7 @@ def read_dumps(
     return found, []
 
 
-def _nodes_with_dump(run: RunDirectory, token: str) -> list[node_dir.NodeDirectory]:
+def nodes_with_dump(run: RunDirectory, token: str) -> list[node_dir.NodeDirectory]:
     return [node for node in node_dir.all_nodes(run) if node.dump_path(token).exists()]
 
 
@@ -454,7 +446,7 @@ class DumpService:
 
     def _turn(self, stall: _OpenStall, age: float) -> int:
         if stall.turn is None and age >= _TURN_SECONDS:
-            find = partial(_nodes_with_dump, self._target.run, stall.request["token"])
+            find = partial(nodes_with_dump, self._target.run, stall.request["token"])
             answered = [each.host for each in self._disk.try_ask(find) or []]
             stall.turn = turn_of(self._target.host, stall.request["by"], answered)
         return 1 if stall.turn is None else stall.turn
@@ -530,98 +522,3 @@ class DumpService:
         """Read the other nodes' heartbeats, by host; empty if the disk does not answer."""
         found = self._disk.try_ask(lambda: node_dir.node_heartbeats(self._target.run)) or {}
         return {host: each for host, each in found.items() if host != self._target.host}
-
-
-# --- On request of a person.
-
-
-@dataclass(frozen=True)
-class RunDumps:
-    """Dumps for the command `longtake stacks`."""
-
-    files: tuple[Path, ...] = ()  # dumps written by watchers
-    own: node_dir.NodeDump | None = None  # this node's dump, if no watcher has made one
-    silent: tuple[str, ...] = ()  # nodes whose watcher lives but gave no dump in time
-
-    def dumps(self) -> Iterator[node_dir.NodeDump]:
-        yield from (found for path in self.files if (found := node_dir.read_dump(path)))
-        if self.own is not None:
-            yield self.own
-
-
-def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
-    """Dump all processes of a run through the nodes' watchers; this node needs no watcher.
-
-    Raises:
-        RunError: the folder is not a run directory, or no process of the run is alive.
-    """
-    if not run.exists():
-        raise RunError(
-            f"{run.path} is not a run directory: it has no recipe.toml. "
-            "Name a run directory, or a process with --pid."
-        )
-    here, folder = node_dir.this_node(run).host, heartbeat_dir(run.path)
-    request = _ask(here, native=native)
-    token = request["token"]
-    silent: list[str] = []
-    with suppress(OSError):  # the disk is full or not ours; this node can be dumped nevertheless
-        before, since = node_dir.node_heartbeats(run), time.monotonic()
-        write_once(node_dir.request_path(run, token), request)
-        disk = reporting.RunDirThread(node_dir.this_node(run))
-        missing = wait_for_dumps(disk, token, before, since, _ASKED_SECONDS)
-        disk.close(0.0)
-        silent = [host for host, is_alive in missing.items() if is_alive]
-    nodes, own = _nodes_with_dump(run, token), None
-    is_here = any(each.is_alive for each in read_heartbeats(folder))
-    if is_here and here not in (node.host for node in nodes):
-        own = dumps.dump_node(folder, here, request, _ASKED_ROUND_SECONDS)
-        silent = [host for host in silent if host != here]
-    if not (nodes or own or silent):
-        raise RunError(
-            f"No process of {run.path} runs: this node ({here}) has no such process, and no "
-            "watcher of another node answers. "
-            f"To see how it ended: {process.command()} show {shlex.quote(str(run.path))}"
-        )
-    return RunDumps(tuple(node.dump_path(token) for node in nodes), own, tuple(silent))
-
-
-def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
-    """Dump a process of this node and all its descendants.
-
-    Raises:
-        RunError: there is no such process, or it belongs to another user.
-    """
-    found, here = process.read_stat(pid), socket.gethostname()
-    if found is None:
-        raise RunError(f"There is no process {pid} on this node ({here}).")
-    if found.state == "Z":
-        raise RunError(f"Process {pid} has ended; its parent, {found.parent}, has not reaped it.")
-    try:
-        owner = Path(f"/proc/{pid}").stat().st_uid
-    except OSError as error:
-        raise RunError(f"Process {pid} has just ended.") from error
-    if os.geteuid() not in (0, owner):
-        raise RunError(
-            f"Process {pid} belongs to {_user(owner)}, and this is {_user(os.geteuid())}: its "
-            f"stacks can be read by its user or by root (sudo longtake stacks --pid {pid})."
-        )
-    find, request = partial(dumps.process_tree, pid), _ask(here, native=native)
-    return RunDumps(own=dumps.dump_processes(find, here, request, _ASKED_ROUND_SECONDS))
-
-
-def _ask(host: str, *, native: bool) -> node_dir.DumpRequest:
-    return {
-        "token": f"asked_{file_time()}_{re.sub('[^0-9A-Za-z-]', '-', host)}",
-        "time": now(),
-        "by": host,
-        "reason": "asked",
-        "rounds": _ASKED_ROUNDS,
-        "native": native,
-    }
-
-
-def _user(number: int) -> str:
-    try:
-        return pwd.getpwuid(number).pw_name
-    except KeyError:
-        return f"user {number}"
