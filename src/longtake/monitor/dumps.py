@@ -15,16 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from longtake import fsio, stacks
+from longtake import fsio, node_dir, stacks
 from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
-from longtake.node_dir import (
-    DumpRequest,
-    NodeDirectory,
-    NodeDump,
-    ProcessDump,
-    Round,
-    requests_path,
-)
+from longtake.node_dir import DumpRequest, NodeDirectory, NodeDump, ProcessDump, Round
 from longtake.process import read_stat
 from longtake.run_dir import RunDirectory
 from longtake.stacks import Stack, descendants, native_stack, parents, python_stack
@@ -513,7 +506,7 @@ def prune_requests(run: RunDirectory, launch: str) -> None:
 
     Stalls of the current launch stay, so that the next stall at the same step gets another token.
     """
-    folder = requests_path(run)
+    folder = node_dir.requests_path(run)
     if fsio.is_linked(folder, run.path):
         return
     times = {path: _modified(path) for path in folder.glob("[!.]*.json")}
