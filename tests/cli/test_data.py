@@ -84,7 +84,7 @@ def test_a_run_that_repeated_a_clip_is_found_out(place: Path, tmp_path: Path, ca
     ledger.write_bytes(records[:16] + records[:16] + records[32:])  # the first clip twice
     code, out, err = call("data", "audit", run)
     assert (code, out) == (1, "")
-    assert "NOT EXACT" in err
+    assert "Not exact" in err
     assert records[:7].hex() in err
     code, out, _ = call("data", "audit", run, "--json")
     found = json.loads(out)

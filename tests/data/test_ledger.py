@@ -15,8 +15,6 @@ from longtake.data.batch import Batch
 from longtake.data.ledger import (
     Ledger,
     begin_launch,
-    count_records,
-    num_records,
     read_ledger,
     short_identity,
     stream_names,
@@ -280,51 +278,3 @@ def test_a_launch_takes_back_what_is_skipped_at_its_start(tmp_path: Path) -> Non
     found = read_ledger(tmp_path / "ledger")
     assert (found.end_step, found.num_abandoned) == (4, 4)
     assert found.skipped == ((1, 2), (4, 9), (12, 14))
-
-
-def test_counts_are_those_of_the_records_that_count(tmp_path: Path) -> None:
-    for start, end in ((0, 6), (4, 7)):
-        for rank in range(2):
-            folder = (
-                begin_launch(tmp_path, start, 2, _STREAMS, [_entry(0)])
-                if not rank
-                else sorted(tmp_path.glob("launch_*"))[-1]
-            )
-            with Ledger(folder, rank, _STREAMS) as ledger:
-                for step in range(start, end):
-                    number = 2 * step + rank
-                    rejected = [900 + step] if rank and step == 5 else []
-                    ledger.record(
-                        _batch(step, [number], epoch=step // 4, rejected=rejected).consumed
-                    )
-    found = count_records(tmp_path, 1000)
-    assert found.num_records == num_records(tmp_path) == 20
-    facts = [(each.stream, each.epoch, each.seen, each.rejected) for each in found.epochs]
-    assert facts == [("a/catalog", 0, 8, 0), ("a/catalog", 1, 6, 1)]
-    assert [each.repeated for each in found.epochs] == [0, 0]
-    consumed = read_ledger(tmp_path)
-    assert sum(each.seen for each in found.epochs) == int((~consumed.is_rejected).sum())
-
-
-def test_a_clip_twice_in_an_epoch_is_counted_as_repeated(tmp_path: Path) -> None:
-    with Ledger(begin_launch(tmp_path, 0, 1, _STREAMS, [_entry(0)]), 0, _STREAMS) as ledger:
-        for step, number in enumerate((1, 2, 1, 1)):
-            ledger.record(_batch(step, [number], epoch=step // 3).consumed)
-    assert [each.repeated for each in count_records(tmp_path, 1000).epochs] == [1, 0]
-
-
-def test_counts_of_a_large_ledger_are_estimates_from_some_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("longtake.data.ledger._SAMPLED_RECORDS", 8)
-    with Ledger(begin_launch(tmp_path, 0, 1, _STREAMS, [_entry(0)]), 0, _STREAMS) as ledger:
-        for step in range(100):
-            ledger.record(_batch(step, range(8 * step, 8 * step + 8), epoch=step // 50).consumed)
-    found = count_records(tmp_path, 200)
-    assert (found.num_records, found.share) == (800, 0.25)
-    assert sum(each.seen for each in found.epochs) == 800
-    assert all(each.repeated is None for each in found.epochs)
-    path = tmp_path / "launch_0000" / "rank_0000.bin"
-    path.write_bytes(bytes([1]) + path.read_bytes()[1:])
-    with pytest.raises(DataError, match="the checksum of record 0"):
-        count_records(tmp_path, 200)

@@ -87,7 +87,6 @@ def catalog_values(data: data_facts.DataFacts, current: int | None) -> dict[str,
         "strip": None if data.strip is None else pictures.strip(data.strip, current),
         "histograms": [(each, histogram_of(each)) for each in data.histograms],
         "score_names": SCORE_NAMES,
-        "about": pictures.about,
         "colour": pictures.colour,
     }
 
@@ -166,8 +165,7 @@ def histogram_of(found: data_facts.Histogram) -> Markup | str:
     if len(found.counts) > 1:
         return pictures.histogram(found)
     value = (found.edges[0] + found.edges[-1]) / 2
-    clips = pictures.about(found.counts[0])
-    return f"{value:.4g} for each of the {clips} clips that have it"
+    return f"{value:.4g} for each of the {found.counts[0]:,} clips that have it"
 
 
 def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:

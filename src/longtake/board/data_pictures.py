@@ -20,18 +20,6 @@ def colour(place: int) -> str:
     return svg.COLOURS[place % len(svg.COLOURS)]
 
 
-def about(count: int | None, *, is_estimate: bool = False) -> str:
-    """Format a number of clips or records; an estimate has three digits."""
-    if count is None:
-        return "-"
-    if not is_estimate:
-        return f"{count:,}"
-    if count >= 1000:
-        digits = len(str(count)) - 3
-        return f"about {round(count, -digits):,}"
-    return f"about {count:.3g}"
-
-
 def box(bucket: Mapping[str, Any], largest: int, longest: int) -> Markup:
     """Draw a bucket as a box: width and height to one scale, and frames as its depth."""
     scale = _SIDE / max(1, largest)
@@ -87,14 +75,14 @@ def histogram(found: Histogram) -> Markup:
     def x(value: float) -> float:
         return _LEFT + room * min(1.0, max(0.0, (value - low) / (high - low)))
 
-    top = f"{about(most)} clips"
+    top = f"{most:,} clips"
     parts = [
         f'<text x="{_WIDTH - _LEFT}" y="{_TOP - 4}" text-anchor="end" class="pale">{top}</text>',
         f'<line x1="{_LEFT}" x2="{_WIDTH - _LEFT}" y1="{_TOP}" y2="{_TOP}" class="most"/>',
     ]
     overlay = found.spans[0].counts if len(found.spans) == 1 else None
     for place, ((left, right), count) in enumerate(zip(pairwise(edges), found.counts, strict=True)):
-        said = f"{_short(left)} to {_short(right)}: {about(count)} clips"
+        said = f"{_short(left)} to {_short(right)}: {count:,} clips"
         parts.append(_column(x(left), x(right), count / most, "pale", said))
         if overlay is not None and overlay[place]:
             parts.append(_column(x(left), x(right), overlay[place] / most, "1", said))
@@ -193,7 +181,7 @@ def counted_bars(
                 said,
             )
             for place, (name, count) in enumerate(rows)
-            for said in (about(count),)
+            for said in (f"{count:,}",)
         ],
         label_width=150,
         room=110,

@@ -707,7 +707,7 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
     from rich import box
     from rich.table import Table
 
-    from longtake.inspection.ledger_facts import alike, audit_notes
+    from longtake.inspection.ledger_facts import alike, audit_notes, audit_verdict
     from longtake.inspection.tables import restart_sentence
 
     names = ("seen", "repeated", "missing", "rejected", "skipped")
@@ -730,11 +730,4 @@ def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
     steps, *notes = audit_notes(found, _MOST_SHOWN)
     for sentence in (steps, *(f"  {restart_sentence(each)}" for each in again), *notes):
         say.line(sentence)
-    exact = "By the ledger, every clip was trained exactly as often as it should have been."
-    if found.two_writers:
-        say.line(
-            "NOT EXACT: what two launches wrote cannot be separated. Resume from a checkpoint "
-            "before that, in a copy of the run."
-        )
-    else:
-        say.line(exact if found.ok else "NOT EXACT: clips were repeated, missed or out of place.")
+    say.line(audit_verdict(found))

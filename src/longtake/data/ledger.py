@@ -291,135 +291,10 @@ def newest_history(ledger: Path) -> Sequence[PlanRecord]:
     return _launch(folders[-1])["history"]
 
 
-# --- Counting ---------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class EpochCount:
-    """Numbers of samples in one epoch, for one catalog in one stage."""
-
-    stream: str
-    epoch: int
-    seen: int
-    rejected: int
-    repeated: int | None  # seen samples whose clip was seen before in the epoch; None if unknown
-
-
-@dataclass(frozen=True)
-class RecordCounts:
-    """Numbers of samples by epoch in a ledger, not compared with plans."""
-
-    epochs: tuple[EpochCount, ...]
-    num_records: int  # number of records in all files
-    share: float  # share of the records that was read; below 1, the counts are estimates
-
-
 def num_records(ledger: Path) -> int:
     """Return the number of records in a ledger, by the sizes of its files."""
     files = (path for folder in _launch_folders(ledger) for path in folder.glob("rank_*.bin"))
     return sum(path.stat().st_size for path in files) // _RECORD.itemsize
-
-
-def count_records(ledger: Path, most: int) -> RecordCounts:
-    """Count samples by stream and epoch, over all records or over evenly spread blocks.
-
-    Args:
-        ledger: the folder of all launches.
-        most: approximate number of records to read.
-
-    Raises:
-        DataError: there is no ledger, or it is damaged where it was read.
-    """
-    folders, total = _launch_folders(ledger), num_records(ledger)
-    launches, every = _launches(folders), max(1, -(-total // most))
-    streams = tuple(dict.fromkeys(name for each in launches for name in each["streams"]))
-    keys, identities, num_read = list[NDArray[np.int64]](), list[Any](), 0
-    for number, (folder, launch) in enumerate(zip(folders, launches, strict=True)):
-        later = [other["start_step"] for other in launches[number + 1 :]]
-        paths = sorted(folder.glob("rank_*.bin"))
-        until = min([_whole_until(paths, launch), *later])
-        for records in _blocks(paths, every, number):
-            num_read += len(records)
-            some = records[(records["stream"] != _NOTHING) & (records["step"] < until)]
-            _refuse_unknown_streams(some, launch, folder)
-            identity, _, stream, epoch, is_rejected = _unpacked(some, launch["streams"], streams)
-            # One integer for each sample: stream, epoch, and the lowest bit for a rejected one.
-            keys.append((stream << 32) + (epoch << 1) + is_rejected)
-            # Repetitions cannot be counted in a sample of the records.
-            identities.append(identity if every == 1 else identity[:0])
-    key = np.concatenate([*keys, np.empty(0, np.int64)])
-    identity = np.concatenate([*identities, np.empty(0, np.uint64)])
-    scale = total / num_read if every > 1 and num_read else 1.0
-    counts = tuple(_counts(key, identity if every == 1 else None, streams, scale))
-    return RecordCounts(counts, total, 1.0 if every == 1 else num_read / max(1, total))
-
-
-_BLOCK_RECORDS = 2**14
-_SAMPLED_RECORDS = 2**10  # size of a block if not all are read
-_MOST_ENDS = 2000  # number of files of a launch whose ends are read
-
-
-def _whole_until(paths: Sequence[Path], launch: _Launch) -> int:
-    """Return the step up to which every rank has records."""
-    if len(paths) < launch["world_size"]:
-        return launch["start_step"]
-    ends = []
-    for path in paths[: min(_MOST_ENDS, launch["world_size"])]:
-        # Only the end of each file is read: its last step tells how far the rank came.
-        first = max(0, path.stat().st_size // _RECORD.itemsize - _BLOCK_RECORDS)
-        records = _block(path, first)
-        if not len(records):
-            return launch["start_step"]
-        ends.append(int(records["step"].max()) + 1)
-    return min(ends)
-
-
-def _blocks(paths: Sequence[Path], every: int, offset: int) -> Iterator[NDArray[np.void]]:
-    number, count = offset, _BLOCK_RECORDS if every == 1 else _SAMPLED_RECORDS
-    for path in paths:
-        for first in range(0, path.stat().st_size // _RECORD.itemsize, count):
-            if number % every == 0:
-                yield _block(path, first, count)
-            number += 1
-
-
-def _block(path: Path, first: int, count: int = _BLOCK_RECORDS) -> NDArray[np.void]:
-    try:
-        with fsio.open_regular(path) as file:
-            file.seek(first * _RECORD.itemsize)
-            data = file.read(count * _RECORD.itemsize)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return _checked(data, path, first)
-
-
-def _counts(
-    keys: NDArray[np.int64],
-    identities: NDArray[np.uint64] | None,
-    streams: Sequence[str],
-    scale: float,
-) -> Iterator[EpochCount]:
-    """Yield the number of samples of each stream and epoch, from keys that encode both."""
-    found = dict(zip(*(each.tolist() for each in np.unique(keys, return_counts=True)), strict=True))
-    repeats: dict[int, int] = {}
-    if identities is not None:
-        # Sorted by epoch and identity, repetitions are neighbours.
-        order = np.lexsort((identities, keys))
-        keys, identities = keys[order], identities[order]
-        is_repeat = (np.diff(keys) == 0) & (np.diff(identities) == 0)
-        again = np.unique(keys[1:][is_repeat], return_counts=True)
-        repeats = dict(zip(*(each.tolist() for each in again), strict=True))
-    for key in sorted({each & ~1 for each in found}):
-        yield EpochCount(
-            stream=streams[key >> 32],
-            epoch=(key & 0xFFFFFFFF) >> 1,
-            seen=round(scale * found.get(key, 0)),
-            rejected=round(scale * found.get(key | 1, 0)),
-            repeated=None if identities is None else repeats.get(key, 0),
-        )
-
-
-# --- Reading ----------------------------------------------------------------------------------
 
 
 def _launches(folders: Sequence[Path]) -> list[_Launch]:
@@ -480,34 +355,25 @@ def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
     numbers = [path.stem.removeprefix("rank_") for path in folder.glob("rank_*.bin")]
     ranks = {int(number) for number in numbers if number.isdecimal() and len(number) < 10}
     ours = sorted(rank for rank in ranks if rank < launch["world_size"])
-    by_rank = [_records_of(folder / f"rank_{rank:04d}.bin") for rank in ours]
+    by_rank = [_records_of_rank(folder / f"rank_{rank:04d}.bin") for rank in ours]
     ends = [int(records["step"].max()) + 1 for records in by_rank if len(records)]
     whole_until = min(ends) if len(ends) == launch["world_size"] else launch["start_step"]
     records = np.concatenate([*by_rank, np.empty(0, _RECORD)])
     records = records[records["stream"] != _NOTHING]
-    _refuse_unknown_streams(records, launch, folder)
-    return records, whole_until
-
-
-def _refuse_unknown_streams(records: NDArray[np.void], launch: _Launch, folder: Path) -> None:
     if ((records["stream"] & ~np.uint8(_REJECTED)) >= len(launch["streams"])).any():
         raise DataError(
             f"{folder}/rank_….bin is damaged: a record names a stream that launch.json does not "
             "list. Restore the file; without it the ledger proves nothing."
         )
+    return records, whole_until
 
 
-def _records_of(path: Path) -> NDArray[np.void]:
-    """Return one rank's records, without half a record or zeros of a power cut at the end."""
+def _records_of_rank(path: Path) -> NDArray[np.void]:
+    """Check and return one rank's records, without half a record or zeros at the end."""
     try:
         data = fsio.read_regular(path, _MOST_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
-    return _checked(data, path)
-
-
-def _checked(data: bytes, path: Path, first: int = 0) -> NDArray[np.void]:
-    """Check the records in `data` and return them; `first` is the number of the first one."""
     records = np.frombuffer(data[: len(data) // _RECORD.itemsize * _RECORD.itemsize], _RECORD)
     octets = records.view(np.uint8).reshape(-1, _RECORD.itemsize)
     # A power cut may leave zeros at the end of a file that was extended but not written.
@@ -521,8 +387,8 @@ def _checked(data: bytes, path: Path, first: int = 0) -> NDArray[np.void]:
     if len(damaged):
         more = f", and so do those of {len(damaged) - 1} others" * (len(damaged) > 1)
         raise DataError(
-            f"{path} is damaged: the checksum of record {first + damaged[0]} (from byte "
-            f"{(first + damaged[0]) * _RECORD.itemsize:,} on) differs{more}. What was trained then "
+            f"{path} is damaged: the checksum of record {damaged[0]} (from byte "
+            f"{damaged[0] * _RECORD.itemsize:,} on) differs{more}. What was trained then "
             "is not known: restore the file."
         )
     return records[: len(octets)]

@@ -18,10 +18,8 @@ from longtake.inspection.data_facts import versions
 from longtake.inspection.reader import RunFacts
 from longtake.run_dir import RunDirectory
 
-MOST_RECORDS: Final = 1_000_000
-"""Records of the ledger that are read at most; a larger ledger is sampled evenly."""
-MOST_AUDITED: Final = 200_000
-"""Records up to which a ledger is compared with its plans."""
+MOST_RECORDS: Final = 500_000
+"""Records of a ledger that is compared with its plans for a page; the command reads any number."""
 _MOST_AUDITED_METRICS: Final = 16 * 2**20
 _MOST_GROUPS: Final = 16
 _NUM_EXAMPLES: Final = 3
@@ -30,19 +28,12 @@ _IDENTITY = re.compile("([0-9a-f]{2}){7,64}")
 
 @dataclass(frozen=True)
 class EpochRow:
-    """Consecutive epochs of a stream that have the same counts, as one row of a table."""
+    """Consecutive epochs of a stream with the same result, as one row of a table."""
 
-    stage: str
-    source: str
+    audit: EpochAudit
+    """Result of the first of the epochs, and of each other one."""
     epochs: str
-    seen: int
-    repeated: int | None
-    missing: int | None
-    rejected: int
-    skipped: int | None
     words: str
-    is_exact: bool | None
-    """Result of the comparison with the plan; None if they were not compared."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +43,8 @@ class LedgerFacts:
     rows: list[EpochRow]
     verdict: str
     is_exact: bool | None
-    num_records: int
+    """Result of the comparison with the plans; None if they were not compared."""
     notes: list[str]
-    is_estimate: bool = False
 
 
 def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | None:
@@ -76,43 +66,35 @@ def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
     total = ledger.num_records(run.ledger_path)
     # An audit makes all plans again and compares every record: too slow for a page of a large run.
     clips = sum(each.stats["clips"] for each in data.catalogs) * max(1, data.num_plans)
-    said = (
-        f"The ledger has {total:,} records: whether a clip is missing is computed by the command."
-    )
-    if total <= MOST_AUDITED and clips <= data_facts.MOST_CLIPS and data.catalogs:
-        try:
-            return _audited(run, total)
-        except errors.RunError as error:
-            said = one_line(error)
-    counts = ledger.count_records(run.ledger_path, MOST_RECORDS)
-    is_estimate = counts.share < 1
-    rows = [_counted_row(each, is_estimate) for each in counts.epochs]
-    if is_estimate:
-        said += (
-            f" The numbers here are estimates from {counts.share:.1%} of the records, chosen "
-            "evenly; whether a clip was repeated is computed by the command, too."
-        )
-    repeated = sum(each.repeated or 0 for each in counts.epochs)
-    verdict = f"{plural(repeated, 'sample')} repeated a clip within its epoch." if repeated else ""
-    return LedgerFacts(rows, verdict, False if repeated else None, total, [said], is_estimate)
-
-
-def _audited(run: RunDirectory, total: int) -> LedgerFacts:
+    if total > MOST_RECORDS or clips > data_facts.MOST_CLIPS or not data.catalogs:
+        said = f"The ledger has {total:,} records: the command compares them with the run's plans."
+        return LedgerFacts([], "", None, [said])
     is_short = True
     with suppress(OSError):
         is_short = run.metrics_path.stat().st_size <= _MOST_AUDITED_METRICS
-    # The metrics, which may be long, tell whether two launches trained at the same time.
-    found = audit(run, with_metrics=is_short)
+    try:
+        # The metrics, which may be long, tell whether two launches trained at the same time.
+        found = audit(run, with_metrics=is_short)
+    except errors.RunError as error:
+        return LedgerFacts([], "", None, [one_line(error)])
     notes = list(audit_notes(found, _NUM_EXAMPLES))
     if not is_short:
         notes.append("Whether two launches trained at the same time is found by the command.")
-    rows = [_audited_row(each) for each in alike(found.epochs)]
-    return LedgerFacts(rows, _audit_verdict(found), found.ok, total, notes)
+    rows = []
+    for epochs in alike(found.epochs):
+        first, last = epochs[0], epochs[-1]
+        number = str(first.epoch) if first is last else f"{first.epoch} to {last.epoch}, each"
+        rows.append(EpochRow(first, number, epoch_words(first, len(epochs))))
+    return LedgerFacts(rows, audit_verdict(found), found.ok, notes)
 
 
-def _audit_verdict(found: Audit) -> str:
+def audit_verdict(found: Audit) -> str:
+    """Return whether an audit found a run to be exact, as a sentence."""
     if found.two_writers:
-        return "Not exact: what two launches wrote cannot be separated."
+        return (
+            "Not exact: what two launches wrote cannot be separated. Resume from a checkpoint "
+            "before that, in a copy of the run."
+        )
     if not found.ok:
         return "Not exact: clips were repeated, missed or out of place."
     return "By the ledger, every clip was trained exactly as often as it should have been."
@@ -148,23 +130,6 @@ def alike(epochs: Sequence[EpochAudit]) -> list[list[EpochAudit]]:
     return found
 
 
-def _audited_row(epochs: Sequence[EpochAudit]) -> EpochRow:
-    first, last = epochs[0], epochs[-1]
-    number = str(first.epoch) if first is last else f"{first.epoch} to {last.epoch}, each"
-    return EpochRow(
-        stage=first.stage,
-        source=first.source,
-        epochs=number,
-        seen=first.seen,
-        repeated=first.repeated,
-        missing=first.missing,
-        rejected=first.rejected,
-        skipped=first.skipped,
-        words=epoch_words(first, len(epochs)),
-        is_exact=first.is_exact,
-    )
-
-
 def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
     """Describe what the audit found of an epoch, or of `count` epochs with the same result."""
     named = f"epoch {epoch.epoch}" if count == 1 else f"these {count} epochs"
@@ -185,25 +150,6 @@ def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
     if epoch.is_over:
         return f"each clip of {named} was seen once{rest}"
     return f"{named} is not over: {epoch.seen:,} of its clips seen once so far{rest}"
-
-
-def _counted_row(found: ledger.EpochCount, is_estimate: bool) -> EpochRow:
-    stage, _, source = found.stream.rpartition("/")
-    words = f"{found.repeated:,} repeated" if found.repeated else "no clip was seen twice"
-    if found.repeated is None:
-        words = "not compared with the plan"
-    return EpochRow(
-        stage=stage,
-        source=source,
-        epochs=str(found.epoch),
-        seen=found.seen,
-        repeated=found.repeated,
-        missing=None,
-        rejected=found.rejected,
-        skipped=None,
-        words=words,
-        is_exact=False if found.repeated and not is_estimate else None,
-    )
 
 
 # --- Clips by identity ------------------------------------------------------------------------
