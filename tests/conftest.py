@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 from tests import allowed_skips, core_seconds, determinism
 from tests.cluster import hosts
+from tests.data.catalogs import make_catalog
 from tests.warm import Forked
 
 import longtake
@@ -211,7 +212,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pairs")
     runpy.run_path(str(_ROOT / "examples" / "make_pairs.py"))["main"](folder)
     clips = list(Catalog.load(folder / "catalog.parquet").clips())
-    Catalog.of(clips[:16]).save(folder / "few.parquet")
+    make_catalog(clips[:16]).save(folder / "few.parquet")
     return folder
 
 

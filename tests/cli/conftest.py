@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.data.catalogs import make_catalog
 
 from longtake import cli, fsio
 from longtake.data.catalog import Catalog
@@ -65,7 +66,7 @@ def place(shapes_catalog: Path, warm: list[str], tmp_path_factory: pytest.TempPa
     (place / "damaged" / "nothing.mkv").touch()
     catalog = Catalog.load(shapes_catalog)
     silent = [dataclasses.replace(clip, caption="") for clip in catalog.clips()]
-    Catalog.of(silent).save(place / "silent.parquet")
+    make_catalog(silent).save(place / "silent.parquet")
     command = [*warm, "1", "-m", "longtake", "train", str(place / "recipe.toml"), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr

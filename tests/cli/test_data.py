@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.build import wait_until
+from tests.data.catalogs import make_catalog
 
 from longtake.cli.data import _parse_size
 from longtake.data.catalog import Catalog
@@ -115,7 +116,7 @@ def test_a_catalog_is_scored_and_shown(catalog: Path, place: Path, call: Call) -
 
 def test_near_duplicates_are_told(catalog: Path, tmp_path: Path, call: Call) -> None:
     first, second, *others = Catalog.load(catalog).clips()
-    Catalog.of([first, replace(second, media=first.media), *others]).save(catalog)
+    make_catalog([first, replace(second, media=first.media), *others]).save(catalog)
     code, out, _ = call("data", "score", catalog, "--by", "duplicates", "--distance", 0, "--json")
     scored = json.loads(out)
     assert code == 0

@@ -14,6 +14,7 @@ import av
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from tests.data.catalogs import make_catalog
 
 from longtake.config import DataSection
 from longtake.data.batch import Batch
@@ -28,7 +29,7 @@ def catalog_of(numbers: Collection[int], **fields: Callable[[int], Any]) -> Cata
 
     `catalog_of(range(9), num_frames=lambda number: number + 1)` says another value for a field.
     """
-    return Catalog.of(
+    return make_catalog(
         clip(number, **{name: value(number) for name, value in fields.items()})
         for number in numbers
     )

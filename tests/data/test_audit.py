@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.build import catalog_of
+from tests.data.catalogs import make_catalog
 
 from longtake import config
 from longtake.config import DataSection
@@ -302,7 +303,7 @@ def test_an_epoch_with_nothing_left_after_a_change_is_exact(tmp_path: Path) -> N
     whole = catalog_of([1, 2, 4, 5, 7, 8])  # square ones, in one bucket
     plan_history = run.launch(whole, range(1))
     seen = {whole.clip(int(row)).identity for row in plan_history.batch(0).rows}
-    left = Catalog.of(clip for clip in whole.clips() if clip.identity in seen)
+    left = make_catalog(clip for clip in whole.clips() if clip.identity in seen)
     plan_history = run.launch(left, range(1, 1), on_change="merge")
     assert plan_history.end_step == 2
     run.launch(left, range(1, 2), on_change="merge")
@@ -518,7 +519,7 @@ def test_a_batch_that_was_not_trained_and_not_skipped_is_found(
 def test_a_rollback_and_then_other_data(stills: Path, tmp_path: Path) -> None:
     catalog = Catalog.load(stills)
     changed = tmp_path / "changed.parquet"
-    Catalog.of(list(catalog.clips())[4:]).save(changed)
+    make_catalog(list(catalog.clips())[4:]).save(changed)
     run = _RolledBackRun(tmp_path, stills)
     run.train(7)
     run.roll_back(3, (4, 8))

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
 from tests.data.build import clip
+from tests.data.catalogs import make_catalog
 
 from longtake.data import catalog as catalog_module
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, StoredCatalog
@@ -106,7 +107,7 @@ def test_every_field_survives_saving_and_loading(tmp_path: Path, clips: list[Cli
     rejected = [Rejection("/data/bad.mp4", "cut short")]
     duplicates = [Duplicate("/data/again.mp4", clip.identity) for clip in clips[:1]]
     stamps = {str(clip.media): Stamp(5, 7) for clip in clips}
-    catalog = Catalog.of(clips, rejected, duplicates, stamps)
+    catalog = make_catalog(clips, rejected, duplicates, stamps)
     catalog.save(tmp_path / "catalog.parquet")
     again = Catalog.load(tmp_path / "catalog.parquet")
     expected = sorted(clips, key=lambda clip: clip.identity)
@@ -121,7 +122,7 @@ def test_every_field_survives_saving_and_loading(tmp_path: Path, clips: list[Cli
 
 def test_columns_come_as_arrays() -> None:
     clips = [_clip(2, attributes={"nouns": 3.0}), _clip(1), _clip(7, attributes={"nouns": 0.5})]
-    catalog = Catalog.of(clips)
+    catalog = make_catalog(clips)
     assert catalog.column("num_frames").tolist() == [101, 102, 107]
     np.testing.assert_array_equal(catalog.column("nouns"), [np.nan, 3.0, 0.5])
     assert catalog.captions() == ["clip 1", "clip 2", "clip 7"]
@@ -132,7 +133,7 @@ def test_columns_come_as_arrays() -> None:
 
 
 def test_scores_are_added_and_replaced_without_changing_the_training_data(tmp_path: Path) -> None:
-    catalog = Catalog.of(map(_clip, range(3)))
+    catalog = make_catalog(map(_clip, range(3)))
     scored = catalog.with_attribute("nouns", np.array([1.0, np.nan, 3.0]))
     scored = scored.with_attribute("motion", np.zeros(3)).with_attribute("motion", np.ones(3))
     scored.save(tmp_path / "catalog.parquet")
@@ -158,21 +159,21 @@ def test_scores_are_added_and_replaced_without_changing_the_training_data(tmp_pa
     ],
 )
 def test_the_fingerprint_changes_with_what_decides_training(change: dict[str, Any]) -> None:
-    before = Catalog.of([_clip(1), _clip(2)]).fingerprint
-    assert Catalog.of([_clip(1), replace(_clip(2), **change)]).fingerprint != before
-    assert Catalog.of([_clip(1)]).fingerprint != before
+    before = make_catalog([_clip(1), _clip(2)]).fingerprint
+    assert make_catalog([_clip(1), replace(_clip(2), **change)]).fingerprint != before
+    assert make_catalog([_clip(1)]).fingerprint != before
 
 
 def test_the_fingerprint_ignores_where_clips_lie_and_what_was_rejected() -> None:
-    before = Catalog.of([_clip(1), _clip(2)]).fingerprint
+    before = make_catalog([_clip(1), _clip(2)]).fingerprint
     moved = replace(
         _clip(2), media=Media("/x.tar", "y", 1, 2), attributes={"nouns": 1.0}, prepared_from="z"
     )
-    assert Catalog.of([moved, _clip(1)], [Rejection("x", "y")]).fingerprint == before
+    assert make_catalog([moved, _clip(1)], [Rejection("x", "y")]).fingerprint == before
 
 
 def test_the_fingerprint_does_not_depend_on_how_the_columns_lie() -> None:
-    catalog = Catalog.of(map(_clip, range(9)))
+    catalog = make_catalog(map(_clip, range(9)))
     pieces = [catalog.table.slice(0, 2), catalog.table.slice(2, 0), catalog.table.slice(2)]
     chunked = Catalog(pa.concat_tables(pieces), catalog.set_aside)
     assert chunked.table["caption"].num_chunks > 1
@@ -180,7 +181,7 @@ def test_the_fingerprint_does_not_depend_on_how_the_columns_lie() -> None:
     assert chunked.identities.equals(catalog.identities)
     shifted = [_clip(1, caption="ab"), _clip(2, caption="c")]
     other = [_clip(1, caption="a"), _clip(2, caption="bc")]
-    assert Catalog.of(shifted).fingerprint != Catalog.of(other).fingerprint
+    assert make_catalog(shifted).fingerprint != make_catalog(other).fingerprint
 
 
 def test_a_folder_can_be_moved_with_its_catalog(tmp_path: Path) -> None:
@@ -188,7 +189,7 @@ def test_a_folder_can_be_moved_with_its_catalog(tmp_path: Path) -> None:
     home.mkdir()
     media = [Media(f"{home}/a.mp4"), Media(f"{home}/s.tar", "b.mp4", 512, 9), Media("/far/ü.mp4")]
     clips = [_clip(number, media=each) for number, each in enumerate(media)]
-    Catalog.of(clips, [Rejection(f"{home}/bad.mp4", "x")]).save(home / "catalog.parquet")
+    make_catalog(clips, [Rejection(f"{home}/bad.mp4", "x")]).save(home / "catalog.parquet")
     moved = home.rename(tmp_path / "moved")
     again = Catalog.load(moved / "catalog.parquet")
     assert [str(clip.media) for clip in again.clips()] == [
@@ -202,7 +203,7 @@ def test_a_folder_can_be_moved_with_its_catalog(tmp_path: Path) -> None:
 def test_a_large_catalog_is_mapped_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    catalog = Catalog.of(map(_clip, range(5)))
+    catalog = make_catalog(map(_clip, range(5)))
     catalog.save(tmp_path / "catalog.parquet")
     monkeypatch.setattr(catalog_module, "_MAP_ABOVE_ROWS", 4)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "spill"))
@@ -241,7 +242,7 @@ def test_what_is_not_a_catalog_says_what_to_do(
 
 def test_a_changed_catalog_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "catalog.parquet"
-    Catalog.of(map(_clip, range(300))).save(path)
+    make_catalog(map(_clip, range(300))).save(path)
     data = path.read_bytes()
     rows = pq.ParquetFile(path).read()
     captions = pa.array([f"another {number}" for number in range(300)])
@@ -274,7 +275,7 @@ def _table_of(data: bytes, folder: Path) -> pa.Table:
 def test_rows_in_disorder_are_damage(tmp_path: Path) -> None:
     """A table that somebody else sorted otherwise, or doubled, is refused."""
     path = tmp_path / "catalog.parquet"
-    Catalog.of(map(_clip, range(3))).save(path)
+    make_catalog(map(_clip, range(3))).save(path)
     rows = pq.ParquetFile(path).read()
     for order in ([1, 0, 2], [0, 0, 1]):
         for reader in _READERS:
@@ -308,7 +309,7 @@ def test_values_that_no_index_writes_are_damage(
     tmp_path: Path, column: str, value: object, message: str
 ) -> None:
     path = tmp_path / "catalog.parquet"
-    Catalog.of(_clip(number, attributes={"nouns": 2.0}) for number in range(3)).save(path)
+    make_catalog(_clip(number, attributes={"nouns": 2.0}) for number in range(3)).save(path)
     rows = pq.ParquetFile(path).read()
     place, field = rows.column_names.index(column), rows.schema.field(column)
     values = [value, *rows[column].to_pylist()[1:]]
@@ -319,7 +320,7 @@ def test_values_that_no_index_writes_are_damage(
 
 
 def test_an_empty_catalog_can_be_kept(tmp_path: Path) -> None:
-    Catalog.of([]).save(tmp_path / "catalog.parquet")
+    make_catalog([]).save(tmp_path / "catalog.parquet")
     again = Catalog.load(tmp_path / "catalog.parquet")
     assert (len(again), list(again.clips()), again.captions()) == (0, [], [])
-    assert again.fingerprint == Catalog.of([]).fingerprint
+    assert again.fingerprint == make_catalog([]).fingerprint

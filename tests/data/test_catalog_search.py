@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from tests.data.build import clip
+from tests.data.catalogs import make_catalog
 
 from longtake.data import catalog as tables
 from longtake.data.catalog import Catalog, Duplicate, Rejection
@@ -30,7 +31,7 @@ def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr("longtake.data.catalog_search._ROWS_AT_A_TIME", 16)
     rejected = [Rejection(str(tmp_path / f"{n}.mp4"), f"reason {n % 3}") for n in range(20)]
     copies = [Duplicate(str(tmp_path / f"copy_{n}.mp4"), clip(n).identity) for n in range(5)]
-    Catalog.of(_clips(300), rejected, copies).save(tmp_path / "c.parquet")
+    make_catalog(_clips(300), rejected, copies).save(tmp_path / "c.parquet")
     return tmp_path / "c.parquet"
 
 
@@ -65,6 +66,6 @@ def test_what_is_no_catalog_or_damaged_is_named(path: Path) -> None:
 
 def test_paths_of_spans_are_whole(tmp_path: Path) -> None:
     media = Media(str(tmp_path / "film.mp4"), span=(1.5, 2.5))
-    Catalog.of([clip(1, media=media)]).save(tmp_path / "c.parquet")
+    make_catalog([clip(1, media=media)]).save(tmp_path / "c.parquet")
     (found,) = find_clips(tmp_path / "c.parquet", [bytes.fromhex(clip(1).identity)], 1)
     assert found.path == f"{tmp_path}/film.mp4#t=1.5,2.5"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from tests.data.build import clip
+from tests.data.catalogs import make_catalog
 
 from longtake.data import catalog, catalog_writer
 from longtake.data.catalog import Catalog, Duplicate, Rejection, Stamp, StoredCatalog
@@ -47,7 +48,7 @@ def test_a_catalog_is_the_same_however_it_was_sorted(
     duplicates = [Duplicate(each.path, each.identity) for each in others]
     duplicates.sort(key=lambda each: each.path)
     stamps = {each.path: _STAMP for each in clips} | {rejected[2].path: _STAMP}
-    expected = Catalog.of(kept.values(), rejected, duplicates, stamps)
+    expected = make_catalog(kept.values(), rejected, duplicates, stamps)
     monkeypatch.setattr(catalog_writer, "_ROWS_IN_MEMORY", 13)
     monkeypatch.setattr(catalog, "ROWS_PER_GROUP", 50)
     writer = CatalogWriter()

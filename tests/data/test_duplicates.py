@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
@@ -111,25 +112,25 @@ def test_a_clip_is_left_out_only_for_one_that_is_kept_and_that_it_resembles(
 ) -> None:
     first, second, third, _ = clips  # all of the same size and length
     hashes = {0: _A, 1: _B, 2: _C}
-    ranks = group(Catalog.of(clips), hashes, 7).ranks
+    ranks = group(make_catalog(clips), hashes, 7).ranks
     np.testing.assert_array_equal(ranks, [0, 1, 0, np.nan])
     longest = replace(second, duration_seconds=99.0)
-    assert group(Catalog.of([first, longest, third]), hashes, 7).ranks.tolist() == [1, 0, 2]
+    assert group(make_catalog([first, longest, third]), hashes, 7).ranks.tolist() == [1, 0, 2]
     uncaptioned = replace(longest, caption="")
-    assert group(Catalog.of([first, uncaptioned, third]), hashes, 7).ranks.tolist() == [0, 1, 0]
-    assert group(Catalog.of([first, second]), {0: _A, 1: _A}, 0).ranks.tolist() == [0, 1]
+    assert group(make_catalog([first, uncaptioned, third]), hashes, 7).ranks.tolist() == [0, 1, 0]
+    assert group(make_catalog([first, second]), {0: _A, 1: _A}, 0).ranks.tolist() == [0, 1]
 
 
 def test_two_thirds_of_the_frames_of_one_clip_have_to_be_alike(clips: list[Clip]) -> None:
     others = ["3c" * 32, "5a5a0000" * 8, "99" * 32, "66ff" * 16]
-    catalog = Catalog.of(clips[:2])
+    catalog = make_catalog(clips[:2])
     assert group(catalog, {0: _A + _B + others[0], 1: _A + _C + "".join(others[1:])}).rows
     assert not group(catalog, {0: _A + "".join(others[:2]), 1: _A + "".join(others[2:])}).rows
 
 
 def test_images_and_videos_are_no_copies_of_each_other(clips: list[Clip]) -> None:
     still = replace(clips[1], kind="image", num_frames=1, fps=0.0, duration_seconds=0.0)
-    assert not group(Catalog.of([clips[0], still]), {0: _A, 1: _A}).rows
+    assert not group(make_catalog([clips[0], still]), {0: _A, 1: _A}).rows
 
 
 def test_flat_frames_have_no_hash(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from tests.data.build import pictures_of
+from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
@@ -386,7 +387,7 @@ def test_a_clip_in_a_tar_is_prepared_from_there(videos: Path) -> None:
     index([videos / "a.mp4"], captions=None, out=videos / "catalog.parquet", workers=0)
     (clip,) = Catalog.load(videos / "catalog.parquet").clips()
     (videos / "joined.tar").write_bytes(b"x" * 100 + (videos / "a.mp4").read_bytes() + b"y" * 100)
-    Catalog.of([replace(clip, media=media)]).save(videos / "joined.parquet")
+    make_catalog([replace(clip, media=media)]).save(videos / "joined.parquet")
     settings = Settings(sizes=((32, 48),))
     one = prepare(videos / "catalog.parquet", videos / "one", settings=settings).catalog
     two = prepare(videos / "joined.parquet", videos / "two", settings=settings).catalog

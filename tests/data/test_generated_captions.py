@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 from tests.data.build import Oracle, identities_of, names_of, pictures_of, section
+from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import CAPTIONED, Catalog
 from longtake.data.clip import Clip
@@ -44,7 +45,7 @@ class _Seen:
 def half(stills: Path) -> Catalog:
     """26 pictures, of which 13 have a caption."""
     clips = list(Catalog.load(stills).clips())
-    return Catalog.of(
+    return make_catalog(
         [*clips[:13], *(replace(clip, caption="", attributes={}) for clip in clips[13:])]
     )
 
@@ -120,7 +121,7 @@ def test_a_clip_or_caption_that_is_no_good_is_named_and_the_rest_captioned(
     gone = replace(clips[-1], media=replace(clips[-1].media, path=str(tmp_path / "gone.png")))
     answers = {clip.identity: text for clip, text in zip(clips[13:], bad, strict=False)}
     seen = _Seen(lambda clip: answers.get(clip.identity, "  a good one\n"))
-    done = _caption(Catalog.of([*clips[:-1], gone]), seen, tmp_path / "c.parquet", batch_size=4)
+    done = _caption(make_catalog([*clips[:-1], gone]), seen, tmp_path / "c.parquet", batch_size=4)
     assert [each.path for each in done.failed] == [
         *(clip.path for clip in clips[13:19]),
         gone.path,

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
 from tests.data.build import load, oracle_of
+from tests.data.catalogs import make_catalog
 
 from longtake.config import DataSection
 from longtake.data.assembler import BatchAssembler
@@ -224,7 +225,7 @@ def _part(path: Path, folder: Path, which: Callable[[Clip], bool]) -> tuple[Path
         copy.write_bytes(Path(clip.path).read_bytes())
         clips.append(replace(clip, media=Media(str(copy))))
     out = folder / "catalog.parquet"
-    Catalog.of(clips).save(out)
+    make_catalog(clips).save(out)
     return out, clips
 
 
@@ -831,7 +832,7 @@ def test_skipped_batches_are_consumed_where_the_data_changes(
         for sample in _consumed(load(loader, number)):
             oracle.consume(*sample)
     changed = tmp_path / "changed.parquet"
-    Catalog.of(list(catalog.clips())[3:]).save(changed)
+    make_catalog(list(catalog.clips())[3:]).save(changed)
     going = _still_loader(changed, tmp_path / "kept", on_change=policy)
     going.skip(*span)
     counted = _counted(loader, max(position, span[1]))

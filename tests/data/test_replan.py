@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from tests.data.build import Oracle, catalog_of, clip, identities_of, names_of, oracle_of, section
+from tests.data.catalogs import make_catalog
 
 from longtake.data import stores
 from longtake.data.catalog import Catalog
@@ -524,7 +525,7 @@ def test_a_curriculum_that_has_ended_can_be_made_longer(
 ) -> None:
     run = _Run(tmp_path, clips, 2, stages=[_stage("one", **before)])
     run.train()
-    assert run.resume(Catalog.of(list(clips.clips())[:19])).end_step == run.step == 20
+    assert run.resume(make_catalog(list(clips.clips())[:19])).end_step == run.step == 20
     run.resume(clips, stages=[_stage("one", **after)])
     run.train()
     everyone = _once(*identities_of(clips))

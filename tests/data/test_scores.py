@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
@@ -195,7 +196,7 @@ def test_motion_of_a_clip_that_cannot_be_read_is_unknown(shapes: Catalog, tmp_pa
     gone = replace(clips[3].media, path=str(tmp_path / "gone.mp4"))
     done: list[tuple[int, int]] = []
     scored = score(
-        Catalog.of([*clips[:3], replace(clips[3], media=gone), *clips[4:]]),
+        make_catalog([*clips[:3], replace(clips[3], media=gone), *clips[4:]]),
         "motion",
         workers=2,
         progress=lambda part, all_: done.append((part, all_)),

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from tests.data.build import clip, section
+from tests.data.catalogs import make_catalog
 
-from longtake.data.catalog import Catalog
 from longtake.data.loader import Loader
 from longtake.data.training_captions import all_captions, caption_variants, sample_caption
 
@@ -60,7 +60,7 @@ def test_prefixes_are_equally_likely_and_all_variants_are_known() -> None:
 
 
 def test_another_catalog_keeps_its_captions() -> None:
-    catalogs = {name: Catalog.of([clip(0, caption="x")]) for name in ("a", "b")}
+    catalogs = {name: make_catalog([clip(0, caption="x")]) for name in ("a", "b")}
     data = section(
         catalogs={name: f"{name}.parquet" for name in catalogs},
         captions={"a": {"prefixes": ["1", "2"]}},

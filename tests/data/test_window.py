@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from tests.data.build import clip as clip_of
 from tests.data.build import section
+from tests.data.catalogs import make_catalog
 
 from longtake.config import Bucket
 from longtake.data.buckets import frame_count, frame_counts, sample_window, starts, window_of
-from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import Probe, decoded, opened, probe
 from longtake.data.encode import write_video
@@ -100,7 +100,7 @@ def test_an_image_has_no_frame_rate_and_a_short_video_is_no_image() -> None:
         clip_of(1, num_frames=8, duration_seconds=1.0),
         clip_of(2, num_frames=3, duration_seconds=0.1),
     ]
-    catalog = Catalog.of(clips)
+    catalog = make_catalog(clips)
     counts = dict(zip(catalog.captions(), frame_counts(catalog, 16.0).tolist(), strict=True))
     assert counts == {"clip 0": 1, "clip 1": 16, "clip 2": 0}
     assert [frame_count(clip, 16.0) for clip in clips[:2]] == [1, 16]

@@ -19,6 +19,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests.build import TINY_T5
+from tests.data.catalogs import make_catalog
 from torch import Tensor, nn
 
 from longtake import config
@@ -159,7 +160,7 @@ _ALL_WAYS = {"run": _WAYS, "compiled": _WAYS_COMPILED}
 def _few(catalog: Path) -> Path:
     """A catalog of 10 clips: with 4 a batch, the second epoch begins after 3 steps."""
     few = catalog.with_name("ten.parquet")
-    Catalog.of(list(Catalog.load(catalog).clips())[:10]).save(few)
+    make_catalog(list(Catalog.load(catalog).clips())[:10]).save(few)
     return few
 
 

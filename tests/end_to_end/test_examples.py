@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.data.catalogs import make_catalog
 
 from longtake import config
 from longtake.data.catalog import Catalog
@@ -179,7 +180,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(
 
     catalog = Catalog.load(shapes_catalog)
     clips = list(catalog.clips())
-    Catalog.of(clips[:48]).save(tmp_path / "clips.parquet")
+    make_catalog(clips[:48]).save(tmp_path / "clips.parquet")
     first = call("--steps", 7)
     assert first.returncode == 0, first.stderr
     catalog.save(tmp_path / "clips.parquet")

@@ -7,6 +7,7 @@ from typing import cast
 import pytest
 import torch
 from PIL import Image
+from tests.data.catalogs import make_catalog
 
 from longtake.config import ConditioningSection, Recipe
 from longtake.data.catalog import Catalog
@@ -124,7 +125,7 @@ def test_clips_that_are_trained_on_are_refused(
 ) -> None:
     (trained,) = (tiny_run / "catalogs").glob("*.parquet")
     clips = [*Catalog.load(unseen).clips(), *list(Catalog.load(trained).clips())[:2]]
-    Catalog.of(clips).save(tmp_path / "mixed.parquet")
+    make_catalog(clips).save(tmp_path / "mixed.parquet")
     section = recipe.evaluation.model_copy(update={"held_out": tmp_path / "mixed.parquet"})
     with pytest.raises(DataError, match=r"2 of the 9 held-out clips .* are trained on, such as"):
         _open(recipe.model_copy(update={"evaluation": section}), tiny_run)

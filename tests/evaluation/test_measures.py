@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from scipy import ndimage
 from scipy.stats import spearmanr
+from tests.data.catalogs import make_catalog
 
 from longtake.config import Bucket, Recipe
 from longtake.data.buckets import sample_window
@@ -593,10 +594,10 @@ def test_a_clip_that_cannot_be_read_is_replaced_by_the_next(
     folder.mkdir()
     for clip in clips[1:]:
         shutil.copy(clip.path, folder)
-    table = Catalog.of(clips).table
+    table = make_catalog(clips).table
     paths = [str(folder / Path(clip.path).name) for clip in clips]
     table = table.set_column(table.column_names.index("path"), "path", [paths])
-    Catalog(table, Catalog.of([]).set_aside).save(path)
+    Catalog(table, make_catalog([]).set_aside).save(path)
     bucket = Bucket(num_frames=8, height=32, width=32)
     found, _ = reference_of(run, _recipe(tiny_recipe, reference_clips=4), "demo", bucket, _FPS)
     assert found is not None

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from tests.data import build
+from tests.data.catalogs import make_catalog
 
 from longtake import config
 from longtake.config import Bucket, Recipe, Stage
@@ -106,7 +107,7 @@ def test_every_clip_is_in_one_place(
     num_shapes: int,
     stride: int,
 ) -> None:
-    catalog = Catalog.of(clip(number, **values) for number, values in enumerate(clips))
+    catalog = make_catalog(clip(number, **values) for number, values in enumerate(clips))
     assume("nouns" in catalog.attribute_names)
     stage = {"name": "one", "where": where, "drop_hardest": drop_hardest, "epochs": 2}
     data = {"buckets": shapes[:num_shapes], "frame_stride": stride, "stages": [stage]}
@@ -139,7 +140,7 @@ def test_tails_are_those_of_the_order(
     counts: tuple[int, int], epochs: int, batch_size: int
 ) -> None:
     widths = [128] * counts[0] + [64] * counts[1]
-    catalog = Catalog.of(clip(number, width=width) for number, width in enumerate(widths))
+    catalog = make_catalog(clip(number, width=width) for number, width in enumerate(widths))
     data = {"stages": [{"name": "one", "epochs": epochs}]}
     plan, facts = planned(catalog, recipe_of(data, 1, batch_size))
     span = plan.stages[0].streams[0].parts[0].epoch_span
@@ -160,7 +161,7 @@ def test_tails_are_those_of_the_order(
 
 def test_the_time_of_an_epoch_is_shared_by_clips_and_their_seconds() -> None:
     shapes = [WIDE, SQUARE]
-    catalog = Catalog.of(
+    catalog = make_catalog(
         [clip(number, width=64, height=32) for number in range(12)]
         + [clip(number, width=32, height=32) for number in range(12, 16)]
     )
@@ -181,7 +182,7 @@ def test_the_time_of_an_epoch_is_shared_by_clips_and_their_seconds() -> None:
 def test_what_drops_most_clips_is_seen() -> None:
     short = [clip(number, num_frames=4) for number in range(8)]
     square = [clip(10 + number, width=64, num_frames=4) for number in range(3)]
-    catalog = Catalog.of([*short, *square, clip(20), clip(21, caption="")])
+    catalog = make_catalog([*short, *square, clip(20), clip(21, caption="")])
     _, facts = planned(catalog, recipe_of({}))
     wide, other, _ = facts["buckets"]
     reasons = {"no caption": 1, "too short for every bucket": 8}
@@ -193,14 +194,14 @@ def test_what_drops_most_clips_is_seen() -> None:
 
 def test_of_equal_shapes_the_shorter_one_is_where_a_short_clip_is_dropped() -> None:
     long = {**WIDE, "num_frames": 33}
-    catalog = Catalog.of([clip(1), clip(2, num_frames=4)])
+    catalog = make_catalog([clip(1), clip(2, num_frames=4)])
     _, facts = planned(catalog, recipe_of({"buckets": [long, WIDE]}))
     assert [bucket["clips"] for bucket in facts["buckets"]] == [0, 2]
     assert [bucket["dropped"] for bucket in facts["buckets"]] == [0, 1]
 
 
 def test_what_becomes_of_pictures_is_said() -> None:
-    catalog = Catalog.of([clip(1, num_frames=5), clip(2, width=16, height=16), clip(3, width=64)])
+    catalog = make_catalog([clip(1, num_frames=5), clip(2, width=16, height=16), clip(3, width=64)])
     _, facts = planned(catalog, recipe_of({}))
     square = facts["buckets"][1]
     assert square["displaced"] == 1
@@ -241,7 +242,7 @@ def test_stages_ramps_and_shares_are_laid_out() -> None:
         {"name": "rest", "where": ["num_frames >= 11"]},
     ]
     data = {"catalog": None, "catalogs": {"a": "a", "b": "b"}, "weights": {"a": 3}}
-    catalog = Catalog.of([*map(clip, range(20)), clip(30, num_frames=12)])
+    catalog = make_catalog([*map(clip, range(20)), clip(30, num_frames=12)])
     _, facts = planned(catalog, recipe_of({**data, "stages": stages}, steps=90))
     told = [
         (entry["stage"], entry["source"], entry["first_step"], entry["trained_steps"])
@@ -271,7 +272,7 @@ def test_a_refusal_is_shown_with_what_is_behind_it() -> None:
         {"name": "short", "where": ["num_frames < 15"], "steps": 10},
         {"name": "long", "where": ["num_frames > 15"]},
     ]
-    _, facts = planned(Catalog.of(clips), recipe_of({"stages": stages, "on_drift": "refuse"}))
+    _, facts = planned(make_catalog(clips), recipe_of({"stages": stages, "on_drift": "refuse"}))
     drift = next(each for each in facts["drift"] if each["attribute"] == "num_frames")
     assert (drift["before"], drift["after"]) == (10, 20)
     assert drift["distance"] is None
@@ -279,7 +280,7 @@ def test_a_refusal_is_shown_with_what_is_behind_it() -> None:
     assert "Clips are too different from those before" in facts["refusal"]
     assert any("mean num_frames changes from 10 to 20" in said for said in facts["warnings"])
     early = recipe_of({"stages": [{"name": "only", "epochs": 1}]}, steps=100)
-    _, facts = planned(Catalog.of(clips), early)
+    _, facts = planned(make_catalog(clips), early)
     assert "The stages end after step 5" in facts["refusal"]
 
 
@@ -294,7 +295,7 @@ def test_a_catalog_is_counted() -> None:
         clip(4, **image),
     ]
     rejected = [Rejection("/clips/a.mp4", "is empty"), Rejection("/clips/b.mp4", "is empty")]
-    catalog = Catalog.of(clips, rejected, [Duplicate("/clips/c.mp4", clips[0].identity)])
+    catalog = make_catalog(clips, rejected, [Duplicate("/clips/c.mp4", clips[0].identity)])
     facts = catalog_stats(catalog)
     assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     told = {"clips": 4, "videos": 3, "images": 1, "frames": 31, "captioned": 3, "duplicates": 1}
@@ -313,14 +314,14 @@ def test_a_catalog_is_counted() -> None:
 
 
 def test_an_empty_catalog_can_be_shown(tmp_path: Path) -> None:
-    Catalog.of([]).save(tmp_path / "none.parquet")
+    make_catalog([]).save(tmp_path / "none.parquet")
     result = describe(load(tmp_path / "none.parquet"))
     assert "0 clips: 0 videos" in printed(result)
 
 
 def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path) -> None:
     for name, count in (("a", 5), ("b", 7), ("c", 9)):
-        Catalog.of(map(clip, range(count))).save(tmp_path / name)
+        make_catalog(map(clip, range(count))).save(tmp_path / name)
     one = recipe_of({"catalog": str(tmp_path / "a")})
     assert describe(load(tmp_path / "b", one))["stages"][0]["clips"] == 7
     both = {"a": str(tmp_path / "a"), "b": str(tmp_path / "b")}
@@ -335,7 +336,7 @@ def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path
 
 def test_a_trigger_that_nothing_replaces_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.parquet"
-    Catalog.of([clip(number, caption="a [trigger]") for number in range(8)]).save(path)
+    make_catalog([clip(number, caption="a [trigger]") for number in range(8)]).save(path)
     recipe = recipe_of({"catalog": str(path)})
     assert "8 captions have [trigger]" in describe(load(path, recipe))["refusal"]
     named = recipe_of({"catalog": str(path), "trigger": "sks"})
@@ -344,7 +345,7 @@ def test_a_trigger_that_nothing_replaces_is_refused(tmp_path: Path) -> None:
 
 def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
     rejected = [Rejection("/clips/[bold]a.mp4", "has [red] pixels")]
-    Catalog.of([clip(1), clip(2, codec="[dim]")], rejected).save(tmp_path / "a")
+    make_catalog([clip(1), clip(2, codec="[dim]")], rejected).save(tmp_path / "a")
     recipe = recipe_of({"stages": [{"name": "[blue]", "where": ["codec == h264"]}]})
     told = printed(describe(load(tmp_path / "a", recipe)))
     for text in ("clips/[bold]a.mp4", "has [red] pixels", "[dim] (1)", "Stage [blue]"):

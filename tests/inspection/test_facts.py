@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import typer
+from tests.data.catalogs import make_catalog
 
 from longtake import config
 from longtake.cli.app import app
@@ -163,7 +164,7 @@ def test_the_suggested_sample_has_a_clips_further_inputs(
     run.path.mkdir()
     run.create(recipe)
     run.catalogs_path.mkdir()
-    Catalog.of([clip]).save(run.catalogs_path / "0.parquet")
+    make_catalog([clip]).save(run.catalogs_path / "0.parquet")
     words = shlex.split(command_to_sample(run))
     assert words[:3] == ["longtake", "sample", str(run.path)]
     assert words[3:] == [

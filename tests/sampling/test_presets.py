@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
+from tests.data.catalogs import make_catalog
 
 from longtake import config, fsio
 from longtake.config import Bucket, EmaSection, Recipe
-from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
 from longtake.data.index import index
@@ -193,7 +193,7 @@ def _clip(number: int) -> Clip:
 
 def _catalog(path: Path, numbers: range) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    Catalog.of([_clip(number) for number in numbers]).save(path)
+    make_catalog([_clip(number) for number in numbers]).save(path)
     return path
 
 

@@ -29,6 +29,7 @@ from tests.build import (
     saved,
     wait_until,
 )
+from tests.data.catalogs import make_catalog
 from tests.families import release_qwen_image_edit, release_wan
 from torch import nn
 
@@ -580,7 +581,7 @@ def test_a_decoder_that_hangs_while_the_cache_is_filled_is_written_down(
     hanging.unlink()
     os.mkfifo(hanging)
     # A catalog without the files' sizes: it is opened, and not known to have changed before.
-    Catalog.of(Catalog.load(damaged).clips()).save(damaged)
+    make_catalog(Catalog.load(damaged).clips()).save(damaged)
     recipe = small_recipe(
         *_VIDEOS,
         f"data.catalog={damaged}",

@@ -15,6 +15,7 @@ import pytest
 import torch
 from rich.console import Console
 from tests.build import QUIET, MakeRecipe, events, rows, saved, wait_until
+from tests.data.catalogs import make_catalog
 
 from longtake import config
 from longtake.checkpoint import files
@@ -182,7 +183,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
 def fewer(shapes_catalog: Path, tmp_path: Path) -> Path:
     """A catalog of 40 of the 64 clips."""
     catalog = Catalog.load(shapes_catalog)
-    Catalog.of(list(catalog.clips())[:40]).save(tmp_path / "fewer.parquet")
+    make_catalog(list(catalog.clips())[:40]).save(tmp_path / "fewer.parquet")
     return tmp_path / "fewer.parquet"
 
 
@@ -442,7 +443,7 @@ def test_a_way_to_go_on_is_said_anew_each_time(
 ) -> None:
     other = tmp_path / "other.parquet"
     catalog = Catalog.load(shapes_catalog)
-    Catalog.of(list(catalog.clips())[:60]).save(other)
+    make_catalog(list(catalog.clips())[:60]).save(other)
     train(small_recipe("training.steps=12", "checkpoint.every=2"), QUIET)
     run = RunDirectory(tmp_path / "run")
     shutil.rmtree(run.checkpoint_path(12))

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -15,10 +15,8 @@ from longtake.formatting import plural, printable
 
 if TYPE_CHECKING:
     from longtake.config import Bucket, Recipe
-    from longtake.data.audit import Audit
     from longtake.data.catalog import Catalog, Rejection
     from longtake.data.index import IndexReport
-    from longtake.data.sources import ClassFolder
     from longtake.inspection.curriculum_facts import BucketCosts, ReviewCaptions
 
 _MOST_SHOWN = 5
@@ -150,21 +148,16 @@ def index(
                 )
     if as_json:
         found = [asdict(report) | {"catalog": str(path)} for path, report in reports.items()]
-        repeats = [{"repeats": each.repeats} for each in folders]
-        # Without --kohya there are no repeats, and this is empty.
-        merged = [one | more for one, more in zip(found, repeats, strict=bool(folders))]
-        say.result(merged or found[0])
+        for facts, folder in zip(found, folders, strict=False):  # no folders without --kohya
+            facts["repeats"] = folder.repeats
+        say.result(found if folders else found[0])
         return
     for path, report in reports.items():
         _say_indexed(report, path)
     if folders:
-        _say_recipe_lines(folders, catalogs)
-
-
-def _say_recipe_lines(folders: "Sequence[ClassFolder]", catalogs: "Mapping[str, Path]") -> None:
-    named = ", ".join(f'{name} = "{path}"' for name, path in catalogs.items())
-    times = ", ".join(f"{each.name} = {each.repeats}" for each in folders)
-    say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
+        named = ", ".join(f'{name} = "{path}"' for name, path in catalogs.items())
+        times = ", ".join(f"{each.name} = {each.repeats}" for each in folders)
+        say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
 
 
 _CAPTIONS_SHOWN, _CAPTION_CHARS = 20, 120  # captions of duplicates, and characters of each
@@ -689,6 +682,7 @@ def audit(
 ) -> None:
     """Prove from the ledger what a run consumed: exit code 1 if a clip was repeated or missed."""
     from longtake.data.audit import audit as audit_run
+    from longtake.inspection.audit_tables import audit_sentences, audit_table
     from longtake.inspection.facts import restarts
     from longtake.run_dir import RunDirectory
 
@@ -698,36 +692,8 @@ def audit(
     if as_json:
         say.result({"ok": found.ok, **asdict(found), "restarts": again})
     else:
-        _say_audit(found, again)
+        say.console().print(audit_table(found))
+        for sentence in audit_sentences(found, again, _MOST_SHOWN):
+            say.line(sentence)
     if not found.ok:
         raise typer.Exit(1)
-
-
-def _say_audit(found: "Audit", again: "Sequence[Mapping[str, Any]]") -> None:
-    from rich import box
-    from rich.table import Table
-
-    from longtake.inspection.ledger_facts import alike, audit_notes, audit_verdict
-    from longtake.inspection.tables import restart_sentence
-
-    names = ("seen", "repeated", "missing", "rejected", "skipped")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("stage", "catalog", "epochs", *names, "over"):
-        table.add_column(name, no_wrap=True, justify="right" if name in names else "left")
-    for epochs in alike(found.epochs):
-        first, last = epochs[0], epochs[-1]
-        counts = (getattr(first, name) for name in names)
-        number = f"{first.epoch}-{last.epoch} each" if last is not first else str(first.epoch)
-        is_over = "yes" if first.is_over else "no"
-        table.add_row(first.stage, first.source, number, *map(str, counts), is_over)
-    say.console().print(table)
-    for epoch in (epoch for epoch in found.epochs if not epoch.is_exact):
-        say.line(
-            f"  epoch {epoch.epoch} of stage {epoch.stage}, catalog {epoch.source}: "
-            f"{epoch.repeated} repeated, {epoch.missing} missing, {epoch.unplanned} that do not "
-            f"belong there; clips whose identity begins with {', '.join(epoch.examples)}"
-        )
-    steps, *notes = audit_notes(found, _MOST_SHOWN)
-    for sentence in (steps, *(f"  {restart_sentence(each)}" for each in again), *notes):
-        say.line(sentence)
-    say.line(audit_verdict(found))

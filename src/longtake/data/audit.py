@@ -88,8 +88,7 @@ def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
     consumed = ledger.read_ledger(run.ledger_path)
     plan_history = rebuild(consumed.history, {}, recipe.data, recipe.seed, run.catalogs_path)
     expected = _expected_by_epoch(plan_history, consumed.end_step)
-    skipped = _skipped_steps(plan_history, consumed.skipped, consumed.end_step)
-    _exclude(expected, plan_history, skipped)
+    num_skipped = _exclude_skipped(expected, plan_history, consumed.skipped, consumed.end_step)
     found = _by_epoch(consumed)
     order = {name: index for index, name in enumerate(consumed.streams)}
     epochs = [
@@ -102,7 +101,7 @@ def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
         tuple(epochs),
         consumed.end_step,
         consumed.num_abandoned,
-        len(skipped),
+        num_skipped,
         tuple(_two_writers(run)) if with_metrics else (),
     )
 
@@ -143,22 +142,26 @@ def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _
     return expected
 
 
-def _skipped_steps(plan_history: PlanHistory, spans: Sequence[Span], end_step: int) -> list[int]:
-    steps = [step for first, end in spans for step in range(first, min(end, end_step))]
-    ends = [plan_history.plan_at(step).end_step for step in steps]
-    # A range may end after the curriculum does; no batch is planned there.
-    return [step for step, end in zip(steps, ends, strict=True) if end is None or step < end]
-
-
-def _exclude(
-    expected: dict[_Key, _Expected], plan_history: PlanHistory, steps: Sequence[int]
-) -> None:
-    for step in steps:
+def _exclude_skipped(
+    expected: dict[_Key, _Expected],
+    plan_history: PlanHistory,
+    spans: Sequence[Span],
+    end_step: int,
+) -> int:
+    """Note the clips of skipped steps in their epochs, and return the number of these steps."""
+    num_skipped = 0
+    for step in (step for first, end in spans for step in range(first, min(end, end_step))):
+        plan_end = plan_history.plan_at(step).end_step
+        # A range may end after the curriculum does; no batch is planned there.
+        if plan_end is not None and step >= plan_end:
+            continue
+        num_skipped += 1
         batch = plan_history.batch(step)
         identities, epochs = _identities(batch.catalog, batch.rows), np.asarray(batch.epochs)
         for epoch in np.unique(epochs).tolist():
             key = (f"{batch.stage}/{batch.source}", epoch)
             expected[key].skipped.append(identities.filter(pa.array(epochs == epoch)))
+    return num_skipped
 
 
 def _consumed_of(stream: Stream, count: int) -> Iterator[tuple[Part, int, pa.Array, bool]]:

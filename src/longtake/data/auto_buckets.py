@@ -68,11 +68,13 @@ def choose_buckets(
         for frames in sorted(set(auto.frames))
         for height, width in sorted(sizes, key=lambda size: size[1] / size[0])
     ]
+    stills, fps = data.stills_from_videos, data.fps
     while shapes:
-        counts = sum(
-            (_counts(clips, shapes, data) for clips in catalogs.values()),
-            np.zeros(len(shapes), np.int64),
-        )
+        counts = np.zeros(len(shapes), np.int64)
+        for clips in catalogs.values():
+            rows = stages.captioned_rows(clips)
+            choice = buckets.choose(clips, rows, shapes, data.frame_stride, stills=stills, fps=fps)
+            counts += np.bincount(choice[choice >= 0], minlength=len(shapes))
         fewest = int(np.argmin(counts))
         if counts[fewest] >= auto.min_clips:
             return tuple(shapes)
@@ -180,13 +182,6 @@ def _most_frames(longest: int, enough: int) -> int | None:
     while longest > enough and longest % 2 == 0:
         longest //= 2
     return longest if 1 < longest <= enough else None
-
-
-def _counts(clips: catalog.Catalog, shapes: Sequence[Bucket], data: DataSection) -> np.ndarray:
-    rows = stages.captioned_rows(clips)
-    stills, fps = data.stills_from_videos, data.fps
-    choice = buckets.choose(clips, rows, shapes, data.frame_stride, stills=stills, fps=fps)
-    return np.bincount(choice[choice >= 0], minlength=len(shapes))
 
 
 def _size(auto: AutoBucketsSection, aspect: float) -> tuple[int, int]:

@@ -5,7 +5,6 @@ to it. Rows do not become Python objects, and a large table is mapped from disk 
 """
 
 import hashlib
-import math
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -131,7 +130,7 @@ def read(path: Path) -> pa.Table:
         folder = f"{path.resolve().parent}/"
         if file.metadata.num_rows > _MAP_ABOVE_ROWS:
             return _mapped(file, schema, folder)
-        tables = [_read_group(file, index, schema, folder) for index in groups]
+        tables = [with_whole_paths(file.read_row_group(index), schema, folder) for index in groups]
         return pa.concat_tables([schema.empty_table(), *tables]).combine_chunks()
 
 
@@ -155,10 +154,6 @@ def disk_schema(found: pa.Schema) -> pa.Schema:
             raise ValueError(f"its column {name} holds {found.field(name).type}")
         schema = schema.append(pa.field(name, found.field(name).type))
     return schema.append(ASIDE_SCHEMA.field("reason")).with_metadata(found.metadata)
-
-
-def _read_group(file: pq.ParquetFile, index: int, schema: pa.Schema, folder: str) -> pa.Table:
-    return with_whole_paths(file.read_row_group(index), schema, folder)
 
 
 def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table:
@@ -188,7 +183,7 @@ def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
     with tempfile.NamedTemporaryFile(prefix="longtake-catalog-") as spill:
         with pa.ipc.new_file(spill.name, schema) as writer:
             for index in range(file.metadata.num_row_groups):
-                writer.write_table(_read_group(file, index, schema, folder))
+                writer.write_table(with_whole_paths(file.read_row_group(index), schema, folder))
         pa.default_memory_pool().release_unused()
         return pa.ipc.open_file(pa.memory_map(spill.name)).read_all()
 
@@ -259,22 +254,6 @@ def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
 def conditioning_field(name: str, given: object) -> pa.Field:
     text, numbers = _CONDITIONING_TYPES
     return pa.field(CONDITIONING + name, text if isinstance(given, str) else numbers)
-
-
-def row_of(clip: Clip, attribute_names: Iterable[str]) -> dict[str, Any]:
-    """Convert a clip to a row of a catalog, without the size and time of its file."""
-    row = {name: getattr(clip, name, None) for name in CLIP_SCHEMA.names}
-    media, timing = clip.media, clip.timing
-    row |= {"path": media.path, "member": media.member, "offset": media.offset}
-    row |= {"identity": bytes.fromhex(clip.identity), "num_bytes": media.num_bytes}
-    if timing is not None:
-        row |= {"first_pts": timing.first, "pts_step": timing.step, "pts": timing.listed or None}
-    if media.span is not None:
-        row["span_start"], row["span_end"] = media.span
-        row["seek_pts"] = clip.seek_pts
-    known = {name: value for name, value in clip.attributes.items() if not math.isnan(value)}
-    row |= {ATTRIBUTE + name: known.get(name) for name in attribute_names}
-    return row | {CONDITIONING + name: given for name, given in clip.conditioning.items()}
 
 
 def clip_of(row: dict[str, Any], attribute_names: Iterable[str]) -> Clip:
@@ -400,38 +379,6 @@ class Catalog:
 
     def __len__(self) -> int:
         return int(self.table.num_rows)
-
-    @classmethod
-    def of(
-        cls,
-        clips: Iterable[Clip],
-        rejected: Iterable[Rejection] = (),
-        duplicates: Iterable[Duplicate] = (),
-        stamps: Mapping[str, Stamp] | None = None,
-    ) -> "Catalog":
-        """Make a catalog of clips in any order; `stamps` of their files are by `str(media)`."""
-        ordered = sorted(clips, key=lambda clip: clip.identity)
-        names = sorted({name for clip in ordered for name in clip.attributes})
-        known = stamps or {}
-        rows = [row_of(clip, names) | _stamp_row(known.get(clip.path)) for clip in ordered]
-        aside: list[dict[str, Any]] = [vars(each) for each in rejected]
-        aside += [
-            {"path": each.path, "reason": "duplicate", "identity": bytes.fromhex(each.identity)}
-            for each in duplicates
-        ]
-        aside = [row | _stamp_row(known.get(row["path"])) for row in aside]
-        schema = with_attributes(CLIP_SCHEMA, names)
-        if any(clip.media.span for clip in ordered):
-            schema = pa.schema([*schema, *SPAN_SCHEMA])
-        # All clips have the same further inputs.
-        for name, given in next((each.conditioning for each in ordered), {}).items():
-            schema = schema.append(conditioning_field(name, given))
-        catalog = cls(
-            pa.Table.from_pylist(rows, schema=schema),
-            pa.Table.from_pylist(aside, schema=ASIDE_SCHEMA),
-        )
-        assert is_ascending(catalog.identities), "no two clips have the same identity"
-        return catalog
 
     @cached_property
     def rejected(self) -> tuple[Rejection, ...]:
@@ -662,7 +609,8 @@ class StoredCatalog:
         folder = f"{self._path.resolve().parent}/"
         with pq.ParquetFile(self._path, page_checksum_verification=True) as file:
             for index in range(file.metadata.num_row_groups):
-                yield _read_group(file, index, self.schema, folder).replace_schema_metadata(None)
+                rows = with_whole_paths(file.read_row_group(index), self.schema, folder)
+                yield rows.replace_schema_metadata(None)
 
     def _chunks(self, name: str) -> Iterator[pa.Array]:
         left, kind = self.num_clips, self.schema.field(name).type
@@ -717,7 +665,3 @@ def check_version(path: Path) -> None:
             f"The catalog {path} has format {version}, and this longtake reads format "
             f"{SCHEMA_VERSION}. {_REMEDY}"
         )
-
-
-def _stamp_row(stamp: Stamp | None) -> dict[str, Any]:
-    return {"file_bytes": stamp.num_bytes, "file_mtime_ns": stamp.mtime_ns} if stamp else {}

@@ -41,9 +41,10 @@ class Written:
     """Numbers of clips in a catalog that was written, by kind."""
 
     accepted: int = 0
-    without_caption: int = 0
-    duplicates: int = 0
-    other_captions: list[tuple[str, str]] = field(default_factory=list)  # of the first duplicates
+    without_caption: int = 0  # number of accepted clips whose caption is empty
+    duplicates: int = 0  # number of files left out because an accepted one has the same content
+    # The first duplicates with another caption, and that caption.
+    other_captions: list[tuple[str, str]] = field(default_factory=list)
     trusted: int = 0  # number of clips whose frames were not decoded
     scores_dropped: int = 0  # clips that lost their older scores, because their caption changed
 
@@ -294,38 +295,31 @@ def _with_scores(
     clips: Iterable[_Row], before: catalog.StoredCatalog, label: str, written: Written
 ) -> Iterator[_Row]:
     """Yield clips with the scores and origin that an older catalog has; count dropped scores."""
-    older = _older(before)
-    old = next(older, None)
-    for row in clips:
-        # Both sequences are sorted by identity.
-        while old is not None and old[0] < row[0]:
-            old = next(older, None)
-        if old is None or old[0] != row[0]:
-            yield row
-            continue
-        _, caption, prepared_from, attributes = old
-        changed = list(row)
-        changed[_PREPARED_FROM] = prepared_from
-        # Captions that a model wrote survive where the sources still have none.
-        if row[_CAPTION] in ("", label) and attributes.get(catalog.CAPTIONED):
-            changed[_CAPTION] = caption
-        if caption == changed[_CAPTION]:
-            mine = json.loads(row[_ATTRIBUTES] or "{}")
-            changed[_ATTRIBUTES] = json.dumps({**attributes, **mine})
-        else:
-            written.scores_dropped += bool(attributes)
-        yield tuple(changed)
-
-
-def _older(before: catalog.StoredCatalog) -> Iterator[tuple[bytes, str, str, dict[str, float]]]:
-    """Yield identity, caption, origin and scores of each clip, by identity."""
     # These attributes are set by each index itself.
     no_scores = catalog.TRUSTED, catalog.OTHER_CAPTION
     names = {
         catalog.ATTRIBUTE + name: name for name in before.attribute_names if name not in no_scores
     }
     columns = ["identity", "caption", "prepared_from", *names]
-    for some in before.clips():
-        for row in some.table.select(columns).to_pylist():
-            scores = {bare: row[name] for name, bare in names.items() if row[name] is not None}
-            yield row["identity"], row["caption"], row["prepared_from"], scores
+    older = (row for some in before.clips() for row in some.table.select(columns).to_pylist())
+    old = next(older, None)
+    for row in clips:
+        # Both sequences are sorted by identity.
+        while old is not None and old["identity"] < row[0]:
+            old = next(older, None)
+        if old is None or old["identity"] != row[0]:
+            yield row
+            continue
+        caption = old["caption"]
+        scores = {bare: old[name] for name, bare in names.items() if old[name] is not None}
+        changed = list(row)
+        changed[_PREPARED_FROM] = old["prepared_from"]
+        # Captions that a model wrote survive where the sources still have none.
+        if row[_CAPTION] in ("", label) and scores.get(catalog.CAPTIONED):
+            changed[_CAPTION] = caption
+        if caption == changed[_CAPTION]:
+            mine = json.loads(row[_ATTRIBUTES] or "{}")
+            changed[_ATTRIBUTES] = json.dumps({**scores, **mine})
+        else:
+            written.scores_dropped += bool(scores)
+        yield tuple(changed)

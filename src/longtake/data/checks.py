@@ -113,7 +113,13 @@ def review(
             + f"\nThe limit is data.drift_limit = {data.drift_limit} standard deviations. Put a "
             "stage between, drop the hardest clips (drop_hardest), or raise the limit."
         )
-    return [*_small_buckets(plan), *_overlaps(plan), *too_far, *_unreached(plan, num_steps)]
+    borders = [plan.first_step + border for border in plan.timeline.borders]
+    unreached = [
+        f"stage {stage.name} would begin at step {border}; training ends before"
+        for stage, border in zip(plan.stages, borders, strict=True)
+        if num_steps is not None and border >= num_steps
+    ]
+    return [*_small_buckets(plan), *_overlaps(plan), *too_far, *unreached]
 
 
 def _refuse_an_early_end(plan: Plan, num_steps: int | None) -> None:
@@ -170,13 +176,6 @@ def _overlaps(plan: Plan) -> Iterator[str]:
                 )
 
 
-def _unreached(plan: Plan, num_steps: int | None) -> Iterator[str]:
-    borders = [plan.first_step + border for border in plan.timeline.borders]
-    for stage, border in zip(plan.stages, borders, strict=True):
-        if num_steps is not None and border >= num_steps:
-            yield f"stage {stage.name} would begin at step {border}; training ends before"
-
-
 def large_crops(plan: Plan) -> Iterator[str]:
     """Yield a warning for each stage, catalog and bucket that crops clips by more than half."""
     for stream in plan.streams():
@@ -226,9 +225,14 @@ def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
         for attribute in [*_NUMBERS, *sorted(set.intersection(*scores))]:
             # An attribute that is NaN for all clips of a stage has no moments.
             old, new = _moments(before, attribute), _moments(after, attribute)
-            if old and new:
-                distance = _distance(old, new)
-                found.append(Drift(after.name, attribute, old[0], new[0], distance))
+            if not old or not new:
+                continue
+            mean, spread = old[0], float(np.sqrt(old[1]))
+            if spread > 1e-9 * max(1.0, abs(mean)):  # more than rounding errors
+                distance = abs(new[0] - mean) / spread
+            else:
+                distance = 0.0 if np.isclose(mean, new[0]) else float("inf")
+            found.append(Drift(after.name, attribute, mean, new[0], distance))
     return found
 
 
@@ -249,14 +253,6 @@ def _moments(stage: StagePlan, attribute: str) -> tuple[float, float] | None:
         return None
     mean = float(np.average(means, weights=weights))
     return mean, max(0.0, float(np.average(squares, weights=weights)) - mean**2)
-
-
-def _distance(old: tuple[float, float], new: tuple[float, float]) -> float:
-    (before, variance), (after, _) = old, new
-    spread = float(np.sqrt(variance))
-    if spread > 1e-9 * max(1.0, abs(before)):  # more than rounding errors
-        return abs(after - before) / spread
-    return 0.0 if np.isclose(before, after) else float("inf")
 
 
 @dataclass(frozen=True)

@@ -68,8 +68,12 @@ def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> ND
     """
     hashes = [np.empty((0, 4), np.uint64)]
     whole = Crop(_SIDE, _SIDE, top=0, left=0)
+    step = max(1, round(clip.fps * _STEP_SECONDS))
+    while (clip.num_frames - 1) // step >= _MOST_FRAMES:
+        step *= 2
+    numbers = range(0, clip.num_frames, step)
     # Frames after one keyframe are decoded in one window, so that each part is decoded once.
-    for _, frames in groupby(_frames(clip), lambda frame: bisect_right(clip.keyframes, frame)):
+    for _, frames in groupby(numbers, lambda frame: bisect_right(clip.keyframes, frame)):
         window = buckets.window_of(clip, tuple(frames), whole, _SIDE, _SIDE)
         luma = np.einsum("c,cfhw->fhw", _LUMA, read_window(window))
         luma = luma[luma.std(axis=(1, 2)) >= _LEAST_CONTRAST]
@@ -79,13 +83,6 @@ def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> ND
         hashes.append(np.ascontiguousarray(np.packbits(bits, axis=1)).view(np.uint64))
         progress()
     return np.concatenate(hashes)
-
-
-def _frames(clip: Clip) -> range:
-    step = max(1, round(clip.fps * _STEP_SECONDS))
-    while (clip.num_frames - 1) // step >= _MOST_FRAMES:
-        step *= 2
-    return range(0, clip.num_frames, step)
 
 
 def near_pairs(
@@ -152,7 +149,11 @@ def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE)
         distance: number of bits in which two similar frames differ at most.
     """
     is_video = pc.equal(catalog.table["kind"], "video").to_numpy()
-    turns = [row for row in _best_first(catalog, is_video).tolist() if hashes.get(row)]
+    pixels = catalog.column("width").astype(np.float64) * catalog.column("height")
+    size = pixels * np.where(is_video, catalog.column("duration_seconds"), 1.0)
+    # Clips with a caption come first, then the largest.
+    best_first = np.lexsort((-size, pc.equal(catalog.table["caption"], "").to_numpy()))
+    turns = [row for row in best_first.tolist() if hashes.get(row)]
     names = [(bool(is_video[row]), hashes[row]) for row in turns]
     # Clips with the same hashes form one node, compared once; nodes have the order of their best
     # clips.
@@ -178,12 +179,6 @@ def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE)
             groups.append(rows[np.sort(places)])
             ranks[groups[-1]] = np.arange(len(places))
     return DuplicateGroups(ranks, tuple(sorted(groups, key=len, reverse=True)))
-
-
-def _best_first(catalog: Catalog, is_video: NDArray[np.bool_]) -> NDArray[np.int64]:
-    pixels = catalog.column("width").astype(np.float64) * catalog.column("height")
-    size = pixels * np.where(is_video, catalog.column("duration_seconds"), 1.0)
-    return np.lexsort((-size, pc.equal(catalog.table["caption"], "").to_numpy()))
 
 
 def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int64]:

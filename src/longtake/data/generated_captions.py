@@ -80,18 +80,19 @@ def caption(
 ) -> Captioned:
     """Write captions for the clips that have none; a clip that fails keeps its old one.
 
+    Captions are kept beside `out` until it is written (`Captioned.save`). An interrupted call
+    resumes if its captioner's `name`, `options` and `choice` of frames are the same.
+
     Args:
         clips: a catalog; it is not changed.
         captioner: writes the captions.
-        out: the catalog that will be written (`Captioned.save`); finished captions are kept beside
-            it until then.
+        out: the catalog that will be written.
         name: name of the captioner's class, as package.module:Class.
-        options: arguments that it was made with. Results of an interrupted call are used only if
-            name, options and choice of frames are the same.
+        options: arguments that the captioner was made with.
         every: also replace existing captions.
         fresh: ignore the results of an interrupted call.
         batch_size: number of clips for each call of the captioner.
-        choice: the frames of each clip.
+        choice: number and size of the frames of each clip.
         workers: number of decoding processes; by default one for each core.
         memory_gib: memory for decoding one clip.
         progress: called with (clips done, total clips).
@@ -121,9 +122,9 @@ def caption(
             journal,
             decode_worker.DecodePool(count, _SILENCE_SECONDS, memory_gib=memory_gib) as pool,
         ):
-            decoded = _decoded(clips, rows, choice, pool, batch_size + _AHEAD * count)
-            readable = _readable(decoded, failed)
-            while batch := tuple(islice(readable, batch_size)):
+            ahead = batch_size + _AHEAD * count
+            decoded = _decoded(clips, rows, choice, pool, ahead, failed)
+            while batch := tuple(islice(decoded, batch_size)):
                 texts = _ask(captioner, name, batch)
                 for each, text in zip(batch, texts, strict=True):
                     if problem := _problem(text):
@@ -152,8 +153,12 @@ def _decoded(
     choice: FrameChoice,
     pool: decode_worker.DecodePool,
     ahead: int,
-) -> Iterator[_Decoded | errors.ClipError]:
-    """Yield clips in the order of `rows`, while the next ones (`ahead`) are decoded."""
+    failed: list[Rejection],
+) -> Iterator[_Decoded]:
+    """Yield clips in the order of `rows`, while the next ones (`ahead`) are decoded.
+
+    A clip that cannot be decoded is added to `failed` instead.
+    """
     left, waiting = iter(rows), list[tuple[int, Clip, Any]]()
     while True:
         for row in islice(left, ahead - len(waiting)):
@@ -166,7 +171,7 @@ def _decoded(
             # Captioners expect pictures [H, W, 3], as Pillow and processors of models do.
             frames = np.ascontiguousarray(future.result().transpose(1, 2, 3, 0))
         except errors.ClipError as error:
-            yield error
+            failed.append(Rejection(str(error.path), error.reason))
         else:
             yield _Decoded(row, clip, frames)
 
@@ -179,16 +184,6 @@ def chosen_frames(clip: Clip, choice: FrameChoice) -> window.Window:
     scale = min(1.0, choice.side / max(clip.height, clip.width))
     height, width = (max(1, round(side * scale)) for side in (clip.height, clip.width))
     return buckets.window_of(clip, frames, window.Crop(height, width, 0, 0), height, width)
-
-
-def _readable(
-    decoded: Iterable[_Decoded | errors.ClipError], failed: list[Rejection]
-) -> Iterator[_Decoded]:
-    for each in decoded:
-        if isinstance(each, errors.ClipError):
-            failed.append(Rejection(str(each.path), each.reason))
-        else:
-            yield each
 
 
 def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str]:

@@ -19,7 +19,7 @@ from typing_extensions import TypedDict
 
 from longtake.data import catalog, tasks
 from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, unread_beside
-from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter
+from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter, Written
 from longtake.data.clip import Clip, Item, Media, Timing
 from longtake.data.content import copy_identity
 from longtake.data.decode import Probe, ProbeTask
@@ -126,7 +126,9 @@ class KnownFiles:
         for items in files:
             media, found = items[0].media.whole, None
             # Stores gave size and stamp with their listing, so no object is asked for again.
-            stamp = _stamp_of_object(media) if media.is_remote else stamp_of_file(media.path)
+            stamp = None if media.is_remote else stamp_of_file(media.path)
+            if media.is_remote and media.stamp:
+                stamp = catalog.Stamp(media.num_bytes or 0, media.stamp)
             name = as_bytes(str(media))
             # A merge of two sorted sequences: neither has to fit into memory.
             while entry is not None and entry[0] <= name:
@@ -197,24 +199,14 @@ def stamp_of(path: str) -> catalog.Stamp | None:
     return catalog.Stamp(status.st_size, status.st_mtime_ns)
 
 
-def _stamp_of_object(media: Media) -> catalog.Stamp | None:
-    return catalog.Stamp(media.num_bytes or 0, media.stamp) if media.stamp else None
-
-
-@dataclass(frozen=True)
-class IndexReport:
+@dataclass(kw_only=True)
+class IndexReport(Written):
     """Result of `index`."""
 
-    accepted: int  # number of clips in the catalog
     rejected: list[catalog.Rejection]  # the first rejected files, by path
     num_rejected: int  # number of rejected files; the catalog has each with its reason
-    duplicates: int  # number of files left out because an accepted one has the same content
-    other_captions: list[tuple[str, str]]  # first duplicates with another caption, and it
-    without_caption: int  # number of accepted clips whose caption is empty
     unmatched_captions: list[str]  # paths in the captions that match no found file
-    trusted: int  # number of accepted clips whose frames were not decoded
     unchanged: int  # number of files that were not read again
-    scores_dropped: int  # number of clips whose older scores were dropped, as their caption changed
     passed_over: dict[str, int]  # number of files in searched folders by unknown ending
     unreadable: list[catalog.Rejection]  # folders that cannot be searched
     unread_captions: list[str]  # what may be unread captions, if a clip has none
@@ -303,16 +295,11 @@ def index(
         written = writer.write(out, before, label)
         journal.remove()
         return IndexReport(
-            accepted=written.accepted,
+            **vars(written),
             rejected=rejected,
             num_rejected=writer.num_rejected,
-            duplicates=written.duplicates,
-            other_captions=written.other_captions,
-            without_caption=written.without_caption,
             unmatched_captions=unmatched,
-            trusted=written.trusted,
             unchanged=unchanged,
-            scores_dropped=written.scores_dropped,
             passed_over=dict(found.passed_over),
             unreadable=[rejection_of(error) for error in found.unreadable],
             unread_captions=found.notes if written.without_caption else [],
@@ -334,7 +321,12 @@ def _accept(
         if (fault := faulty.get(str(item.media))) is not None:  # read again next time
             writer.reject(rejection_of(fault))
             continue
-        result = _result(item.media, whole)
+        result = whole
+        if item.media.span is not None and isinstance(whole, Probe):
+            try:
+                result = whole.cut(item.media)
+            except ClipError as error:
+                result = error
         if isinstance(result, ClipError):
             rejection = rejection_of(result)
             writer.reject(rejection, stamp if rejection.path in names else None)
@@ -348,16 +340,6 @@ def _accept(
             **result.clip_fields,
         )
         writer.add(clip, stamp)
-
-
-def _result(media: Media, found: Probe | ClipError) -> Probe | ClipError:
-    """Return what a file, or the span of it, holds."""
-    if media.span is None or isinstance(found, ClipError):
-        return found
-    try:
-        return found.cut(media)
-    except ClipError as error:
-        return error
 
 
 def probe_all(

@@ -169,16 +169,36 @@ def _peaks(
     return found
 
 
-@dataclass(frozen=True)
-class ScenesReport:
+@dataclass
+class _SceneCounts:
+    """Counts of a report on the videos of a table."""
+
+    files: int = 0  # number of files that were decoded completely
+    cuts: int = 0
+    too_short: int = 0  # number of scenes that were left out
+    short_files: int = 0  # number of these that are whole files without a cut
+
+    def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
+        """Count a video, and return a row for each scene that is long enough."""
+        texts = [f"{start:.{_DECIMALS}f}" for start in scenes.starts]
+        spans = list(zip(texts, [*texts[1:], ""], strict=True))
+        # Compared as written, rounded: `index` sees the same numbers.
+        long = [
+            span for span in spans if float(span[1] or scenes.end) - float(span[0]) >= min_seconds
+        ]
+        self.files += 1
+        self.cuts += len(spans) - 1
+        self.too_short += len(spans) - len(long)
+        self.short_files += not long and len(spans) == 1
+        return [[place, *(span if len(spans) > 1 else ("", ""))] for span in long]
+
+
+@dataclass(kw_only=True)
+class ScenesReport(_SceneCounts):
     """Result of `write_scenes`."""
 
     table: Path
-    files: int  # number of files that were decoded completely
     scenes: int  # number of scenes in the table, each a clip for `index`
-    cuts: int
-    too_short: int  # number of scenes that were left out
-    short_files: int  # number of these that are whole files without a cut
     rejected: tuple[Rejection, ...]
 
 
@@ -195,15 +215,16 @@ def write_scenes(
 ) -> ScenesReport:
     """Write a table of the scenes of all videos: a row for each, with start and end in seconds.
 
-    Images and files without a cut have a row without start and end. An interrupted call resumes.
+    Images and files without a cut have a row without start and end. Scenes shorter than
+    `min_seconds` are left out. An interrupted call resumes.
 
     Args:
         found_in: folders, media files, lists and tables, as for `index`.
         out: the CSV table to write. Paths below its folder are relative to it.
         threshold: see `find_scenes`.
-        min_seconds: shorter scenes are left out.
-        on: where files are decoded; see `run_tasks`.
-        workers: number of decoding processes; by default one for each core.
+        min_seconds: the length from which scenes are written.
+        on: where files are decoded; see `run_tasks`, also for `workers`.
+        workers: number of decoding processes.
         progress: called with (files done, total files).
         limits: for decoding one file.
 
@@ -211,6 +232,7 @@ def write_scenes(
         DataError: a source cannot be read, no scene is found, or the table cannot be written.
     """
     _check_table(out)
+    rows, counts = list[list[str]](), _SceneCounts()
     found = sources.find(found_in, extracted=out.with_name(f"{out.stem}_media"))
     # A table may name several spans of one film, which is decoded once.
     wholes = {str(item.media.whole): Item(item.media.whole) for item in found.items}
@@ -219,15 +241,13 @@ def write_scenes(
     journal = Journal(path, _ROW, header={"cuts": "2", "threshold": repr(threshold)})
     scenes = _find_all(items, CutsTask(threshold, limits), journal, on, workers, progress)
     rejected = [index.rejection_of(each) for each in found.refused]
-    rows, counts = list[list[str]](), _SceneCounts()
     for name, item in sorted(wholes.items()):
         # Relative paths, so that the table can move together with the films.
         place = item.media.path.removeprefix(f"{out.parent.resolve()}{os.sep}")
         if (unnamed := decode.name_error(item.media)) is not None:
             rejected.append(index.rejection_of(unnamed))
         elif item.media.member:
-            why = "is in a tar, which a table cannot name; unpack it"
-            rejected.append(Rejection(name, why))
+            rejected.append(Rejection(name, "is in a tar, which a table cannot name; unpack it"))
         elif item.kind == "image":
             rows.append([place, "", ""])
         elif isinstance(result := scenes[name], ClipError):
@@ -247,15 +267,7 @@ def write_scenes(
     except OSError as error:
         raise DataError(f"{out} cannot be written: {error.strerror or error}.") from error
     journal.remove()
-    return ScenesReport(
-        table=out,
-        files=counts.files,
-        scenes=len(rows),
-        cuts=counts.cuts,
-        too_short=counts.too_short,
-        short_files=counts.short_files,
-        rejected=tuple(rejected),
-    )
+    return ScenesReport(**vars(counts), table=out, scenes=len(rows), rejected=tuple(rejected))
 
 
 def _find_all(
@@ -285,29 +297,6 @@ def _find_all(
     return known
 
 
-@dataclass
-class _SceneCounts:
-    """Counts of a report on the videos of a table."""
-
-    files: int = 0
-    cuts: int = 0
-    too_short: int = 0  # number of scenes
-    short_files: int = 0  # number of files that are one scene, which is too short
-
-    def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
-        """Count a video, and return a row for each scene that is long enough."""
-        spans = _spans(scenes)
-        # Compared as written, rounded: `index` sees the same numbers.
-        long = [
-            span for span in spans if float(span[1] or scenes.end) - float(span[0]) >= min_seconds
-        ]
-        self.files += 1
-        self.cuts += len(spans) - 1
-        self.too_short += len(spans) - len(long)
-        self.short_files += not long and len(spans) == 1
-        return [[place, *(span if len(spans) > 1 else ("", ""))] for span in long]
-
-
 _ROW: TypeAdapter[tuple[str, str, list[float], float]] = TypeAdapter(
     tuple[str, str, Annotated[list[float], Field(min_length=1)], float]
 )
@@ -318,11 +307,6 @@ def _stamp(media: Media) -> str:
         return f"{media.num_bytes} {media.stamp}"
     stamp = index.stamp_of(media.path)
     return f"{stamp.num_bytes} {stamp.mtime_ns}" if stamp else ""
-
-
-def _spans(scenes: Scenes) -> list[tuple[str, str]]:
-    texts = [f"{start:.{_DECIMALS}f}" for start in scenes.starts]
-    return list(zip(texts, [*texts[1:], ""], strict=True))
 
 
 def _check_table(out: Path) -> None:

@@ -303,31 +303,30 @@ def score(
 ) -> Scored:
     """Add one attribute to all clips, or replace the attribute of that name.
 
+    The values do not depend on where clips are scored (`on` and `workers`: see `run_tasks`).
+
     Args:
         catalog: the clips; it is not changed.
         by: one of `SCORES`, or `module:function`: a function that takes a `Clip` and returns a
-            number, NaN for unknown. It is called in this process, for one clip after another, or on
-            a cluster in many processes. The module is searched where Python searches, and then in
-            the working directory.
+            number, NaN for unknown. Without `on` it is called in this process. The module is
+            searched where Python searches, and then in the working directory.
         name: name of the attribute; by default that of the score or function.
-        on: where clips are tagged or decoded; see `run_tasks`. The values do not depend on it.
-        workers: number of processes; by default one for each core.
-        out: the catalog that will be written. Results are kept beside it, and an interrupted call
-            resumes from them (`Scored.settle` removes them). None keeps nothing.
+        on: cluster on which clips are tagged or decoded.
+        workers: number of processes.
+        out: the catalog that will be written. Results are kept beside it for an interrupted call,
+            until `Scored.settle` removes them. None keeps nothing.
         progress: called with (clips done, total clips).
         memory_gib: memory for decoding one clip; the score of a clip that needs more is unknown.
         distance: for `duplicates`: number of bits in which two similar frames may differ.
 
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
-            function returned no number or raised an error other than ClipError, or no worker can be
-            started.
+            function failed or returned no number, or no worker can be started.
     """
     own = None if by in SCORES else _own(by)
     name = _checked(by.rpartition(":")[2] if name is None else name)
     if by == "length":
-        lengths = [num_words(caption) for caption in catalog.captions()]
-        values = np.array(lengths, dtype=np.float64)
+        values = np.array([num_words(caption) for caption in catalog.captions()], np.float64)
         return Scored(catalog.with_attribute(name, values), name, values)
     if by == "nouns" and importlib.util.find_spec("HanTa") is None:
         raise DataError(
@@ -341,15 +340,14 @@ def score(
         facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
         journal = Journal(path, _HASHES_ROW if is_hashed else _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
-    num_known, failed = len(known), list[Rejection]()
+    failed = list[Rejection]()
     # An interrupted call resumes: only rows that the journal lacks are scored.
     rows = [row for row in range(len(catalog)) if row not in known]
-    limits = decode_limits.Limits(memory_gib)
     with (
-        closing(_results(catalog, rows, by, own, limits, on, workers)) as results,
+        closing(_results(catalog, rows, by, own, memory_gib, on, workers)) as results,
         journal or nullcontext(),
     ):
-        for done, (row, result) in enumerate(zip(rows, results, strict=True), num_known + 1):
+        for done, (row, result) in enumerate(zip(rows, results, strict=True), len(known) + 1):
             if isinstance(result, ClipError):
                 failed.append(Rejection(catalog.clip(row).path, result.reason))
             else:
@@ -373,7 +371,7 @@ def _results(
     rows: Sequence[int],
     by: str,
     own: OwnScore | None,
-    limits: decode_limits.Limits,
+    memory_gib: float,
     on: str | None,
     workers: int | None,
 ) -> Generator[float | str | ClipError]:
@@ -383,6 +381,7 @@ def _results(
         return nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
     if own and on is None:
         workers = 0  # a user's function may not work in another process
+    limits = decode_limits.Limits(memory_gib)
     task: Task[Clip, Any] = own or MotionScore(limits)
     if by == "duplicates":
         task = duplicates.HashTask(limits)

@@ -99,12 +99,7 @@ def find(
             f"{' '.join((*MEDIA_SUFFIXES, _TAR))}. Name a folder that holds some."
             + "".join(f" {each}" for each in describe_ignored(passed_over, unreadable))
         )
-    _refuse_incomplete(items, conditioning)
-    if (num_names := len(items.attribute_names)) > tables.MAX_ATTRIBUTES:
-        raise DataError(
-            f"The sources name {num_names:,} different numbers of clips, and a catalog has at "
-            f"most {tables.MAX_ATTRIBUTES:,}. Remove the columns that no recipe selects by."
-        )
+    _refuse_wrong_columns(items, conditioning)
     folders = list(dict.fromkeys(folders))
     return FoundMedia(items, folders, refused, passed_over, unreadable, notes)
 
@@ -241,8 +236,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-def _refuse_incomplete(items: MediaList, columns: Sequence[str]) -> None:
-    """Refuse clips without a further input, or whose file of it does not exist."""
+def _refuse_wrong_columns(items: MediaList, columns: Sequence[str]) -> None:
+    """Refuse too many scores, and clips that lack a further input or the file of it."""
+    if (num_names := len(items.attribute_names)) > tables.MAX_ATTRIBUTES:
+        raise DataError(
+            f"The sources name {num_names:,} different numbers of clips, and a catalog has at "
+            f"most {tables.MAX_ATTRIBUTES:,}. Remove the columns that no recipe selects by."
+        )
     for column in columns:
         gone = stores.missing_of(
             each

@@ -102,7 +102,14 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
         DataError: the catalog has no such attribute.
     """
     if name == "difficulty":
-        name = data.difficulty or _only_score(catalog)
+        scores = catalog.attribute_names
+        if not data.difficulty and len(scores) != 1:
+            raise DataError(
+                "A stage asks for `difficulty`, but which score is that? The catalog has "
+                f"{', '.join(scores) or 'none'}. Set data.difficulty to one of them; `longtake "
+                "data score CATALOG --by nouns` makes one."
+            )
+        name = data.difficulty or scores[0]
     if name == "aspect":
         ratio: NDArray[np.float64] = catalog.column("width") / catalog.column("height")
         return ratio
@@ -127,16 +134,6 @@ def parse_condition(condition: str) -> tuple[str, str, str]:
             "as `num_frames >= 48`, `nouns <= q40` or `codec == h264`."
         )
     return parsed[1], parsed[2], parsed[3]
-
-
-def _only_score(catalog: Catalog) -> str:
-    if len(catalog.attribute_names) == 1:
-        return catalog.attribute_names[0]
-    scores = ", ".join(catalog.attribute_names) or "none"
-    raise DataError(
-        f"A stage asks for `difficulty`, but which score is that? The catalog has {scores}. Set "
-        "data.difficulty to one of them; `longtake data score CATALOG --by nouns` makes one."
-    )
 
 
 def _meets(

@@ -210,27 +210,20 @@ def _read_table(
         else:
             batches = _read_parquet(path, conditioning, extracted)
         for table in batches:
-            if notes is not None and not table.num_before and (text := _unread_columns(table)):
-                notes.append(f"{at or path} has no column of captions; {text}")
-            if not is_named and _FILE_NAME not in table.names:
-                # A table that was only found counts if it names clips and has captions for them.
-                has_captions = any(name in table.names for name in CAPTION_COLUMNS)
-                if not (has_captions and any(name in table.names for name in PATH_COLUMNS)):
-                    return
+            has_captions = any(name in table.names for name in CAPTION_COLUMNS)
+            if notes is not None and not table.num_before and not has_captions:
+                read = {*table.numbers, *table.conditioning, *table.spans, *PATH_COLUMNS, *MEASURED}
+                if unread := [name for name in table.names if name not in read]:
+                    notes.append(f"{at or path} has no column of captions; {name_unread(unread)}")
+            # A table that was only found counts if it names clips and has captions for them.
+            has_both = has_captions and any(name in table.names for name in PATH_COLUMNS)
+            if not (is_named or _FILE_NAME in table.names or has_both):
+                return
             yield from _items(path, table, at)
     except UnicodeDecodeError as error:
         raise _unreadable(path, f"it is not UTF-8 text: {error}") from error
     except (OSError, pa.ArrowException, csv.Error) as error:
         raise _unreadable(path, getattr(error, "strerror", None) or error) from error
-
-
-def _unread_columns(table: _Table) -> str:
-    """Return a sentence about columns that could be captions, or "" if captions are found."""
-    read = {*table.numbers, *table.conditioning, *table.spans, *PATH_COLUMNS, *MEASURED}
-    unread = [name for name in table.names if name not in read]
-    if not unread or any(name in table.names for name in CAPTION_COLUMNS):
-        return ""
-    return name_unread(unread)
 
 
 def name_unread(names: Sequence[str]) -> str:
@@ -241,7 +234,14 @@ def name_unread(names: Sequence[str]) -> str:
 
 
 def _items(path: Path, table: _Table, at: str) -> list[Item]:
-    paths = _texts(path, table, _column(path, table, PATH_COLUMNS))
+    column = next((name for name in PATH_COLUMNS if name in table.names), None)
+    if column is None:
+        known = ", ".join(table.names) or "none with a value"
+        raise DataError(
+            f"{path} has no column of paths; its columns: {known[:500]}. "
+            f"Name the one with the paths {' or '.join(PATH_COLUMNS)}."
+        )
+    paths = _texts(path, table, column)
     if None in paths:
         row = table.num_before + paths.index(None) + 1
         raise DataError(f"{at or path}: row {row} has no path. Add it or remove it.")
@@ -635,17 +635,6 @@ def _different(path: Path, names: Sequence[str]) -> list[str]:
     if twice:
         raise _unreadable(path, f"it has several columns {twice[0]!r:.80}")
     return list(names)
-
-
-def _column(path: Path, table: _Table, wanted: Sequence[str]) -> str:
-    for name in wanted:
-        if name in table.names:
-            return name
-    known = ", ".join(table.names) or "none with a value"
-    raise DataError(
-        f"{path} has no column of paths; its columns: {known[:500]}. "
-        f"Name the one with the paths {' or '.join(wanted)}."
-    )
 
 
 def _texts(path: Path, table: _Table, name: str) -> list[str | None]:

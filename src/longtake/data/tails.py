@@ -2,7 +2,19 @@
 
 Means say little about tails: one clip in ten thousand can end a run and moves no mean. Two tests
 share `FALSE_ALARMS`; besides significance, both require a distance above `limit` standard
-deviations.
+deviations. Each is made at several levels, with Bonferroni's correction for their number:
+
+1. By ranks, for any distribution, with r = 1, 2, 4, ... If both samples are alike, each of the
+   largest values of both together belongs to `after` with probability q = m / (n + m). If j values
+   of `after` exceed the r-th largest of `before`, then at least j of the largest j + r - 1 values
+   belong to `after`, which has the probability I_q(j, r). This negative binomial distribution
+   bounds the exact negative hypergeometric one.
+2. By distance, for few clips, for which ranks do not suffice. The tail of `before` is continued
+   beyond its largest value as the power that Hill's estimator finds, 3 standard errors heavier:
+   S(z) = S(z_1) (z / z_1)^(-1 / gamma), z from the median (Hill, "A Simple General Approach to
+   Inference about the Tail of a Distribution", 1975). The number of values of `after` beyond its
+   first, second, third, ... largest is then Poisson distributed. This bounds lighter tails (normal,
+   exponential).
 """
 
 import math
@@ -36,19 +48,6 @@ def tail_excess(
     """Compare the upper tails of two samples; None if that of `after` is not far harder.
 
     `after` is shifted down by `limit` standard deviations of `before` before they are compared.
-
-    Two tests, each at several levels, with Bonferroni's correction for their number:
-
-    1. By ranks, for any distribution, with r = 1, 2, 4, ... If both samples are alike, each of the
-    largest values of both together belongs to `after` with probability q = m / (n + m). If j values
-    of `after` exceed the r-th largest of `before`, then at least j of the largest j + r - 1 values
-    belong to `after`, which has the probability I_q(j, r). This negative binomial distribution
-    bounds the exact negative hypergeometric one. 2. By distance, for few clips, for which ranks do
-    not suffice. The tail of `before` is continued beyond its largest value as the power that Hill's
-    estimator finds, 3 standard errors heavier: S(z) = S(z_1) (z / z_1)^(-1 / gamma), z from the
-    median (Hill, "A Simple General Approach to Inference about the Tail of a Distribution", 1975).
-    The number of values of `after` beyond its first, second, third, ... largest is then Poisson
-    distributed. This bounds lighter tails (normal, exponential).
     """
     from scipy import special  # imported here because it takes a moment, and only curricula need it
 

@@ -267,6 +267,8 @@ def count_samples(
         wanted = np.setdiff1d(whole.get(epoch, later), skipped.get(epoch, _NONE))
         repeated += len(trained) - len(np.unique(trained))
         unplanned += len(np.setdiff1d(had, wanted))
+        # Batches reach over the end of an epoch: the last clips of the epoch before the last may
+        # wait for a batch of the last one, so nothing of it can be missing yet.
         missing += len(np.setdiff1d(wanted, had)) if epoch < last - 1 else 0
     num_skipped = sum(map(len, skipped.values()))
     return SampleCounts(repeated, missing, unplanned, int(consumed.is_rejected.sum()), num_skipped)

@@ -2,13 +2,14 @@
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from longtake import errors, fsio, process
+from longtake.data.clip import Clip
 from longtake.formatting import one_line
 from longtake.inspection.data_facts import versions
 from longtake.inspection.facts import samples_of_step, verdicts
@@ -74,8 +75,9 @@ def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[Ver
     read = list[tuple[Mapping[str, Any], _Reported | None, str]]()
     for event in newest:
         path, is_asked = _report_path(facts.run, event), event["step"] == step
-        size = _size(path)
-        why, reported = "", None
+        size, why, reported = None, "", None
+        with suppress(OSError):
+            size = None if path is None else path.lstat().st_size
         if path is None or size is None:
             why = "The guard's report of it is missing."
         elif size > (_MOST_ASKED_BYTES if is_asked else left):
@@ -87,14 +89,13 @@ def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[Ver
             except (errors.LongtakeError, OSError) as error:
                 why = one_line(error)
         read.append((event, reported, why))
-    paths, trouble = _paths(facts, [each for _, each, _ in read if each])
-    return [_batch(facts, *each, step, paths, trouble) for each in read], len(found)
-
-
-def _size(path: Path | None) -> int | None:
-    with suppress(OSError):
-        return None if path is None else path.lstat().st_size
-    return None
+    names = {each["identity"] for _, report, _ in read if report for each in report.samples}
+    known, trouble = dict[str, Clip](), ""
+    try:
+        known = clips_of(facts, "batches", names) if names else {}
+    except (errors.LongtakeError, OSError) as error:
+        trouble = one_line(error)
+    return [_batch(facts, *each, step, known, trouble) for each in read], len(found)
 
 
 def _report_path(run: RunDirectory, event: Mapping[str, Any]) -> Path | None:
@@ -123,29 +124,28 @@ def _read_report(facts: RunFacts, path: Path, step: int) -> _Reported:
     return facts.kept(f"report {path.name} {step}", versions([path]), read)
 
 
-def _paths(facts: RunFacts, reports: list[_Reported]) -> tuple[dict[str, str], str]:
-    """Return the listed clips' paths by identity, and a sentence if catalogs are unreadable."""
-    names = {sample["identity"] for report in reports for sample in report.samples}
-    if not names:
-        return {}, ""
-    try:
-        found = clips_of(facts, "batches", names)
-    except (errors.LongtakeError, OSError) as error:
-        return {}, one_line(error)
-    return {name: clip.path for name, clip in found.items()}, ""
-
-
 def _batch(
     facts: RunFacts,
     event: Mapping[str, Any],
     reported: _Reported | None,
     why: str,
     step: int | None,
-    paths: Mapping[str, str],
+    known: Mapping[str, Clip],
     trouble: str,
 ) -> VerdictBatch:
     path, number = shlex.quote(str(facts.run.path)), event.get("batch")
-    clips = None if reported is None else list(_clips(reported, paths))
+    samples = [] if reported is None else reported.samples
+    clips = [
+        BatchClip(
+            sample["identity"],
+            sample["caption"],
+            float(sample["loss"]),
+            float(sample["sigma"]),
+            sample["epoch"],
+            known[sample["identity"]].path if sample["identity"] in known else None,
+        )
+        for sample in samples
+    ]
     if reported is not None and not reported.num_samples:
         why = "The guard's report lists no clip of this step."
     return VerdictBatch(
@@ -154,16 +154,9 @@ def _batch(
         reason=event["reason"],
         message=event["message"],
         number=number if isinstance(number, int) else None,
-        clips=clips,
+        clips=None if reported is None else clips,
         num_clips=0 if reported is None else reported.num_samples,
         why=why or trouble,
         command=f"{process.command()} show {path} --around {event['step']}",
         is_open=event["step"] == step,
     )
-
-
-def _clips(reported: _Reported, paths: Mapping[str, str]) -> Iterator[BatchClip]:
-    for each in reported.samples:
-        identity, path = each["identity"], paths.get(each["identity"])
-        numbers = float(each["loss"]), float(each["sigma"])
-        yield BatchClip(identity, each["caption"], *numbers, each["epoch"], path)

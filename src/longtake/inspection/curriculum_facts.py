@@ -159,19 +159,8 @@ def _off(
 def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -> dict[str, Any]:
     """Describe what a new run trains on.
 
-    stages: for each catalog of each stage: `stage`, `source` (the catalog's name), `share` of
-        the stage's batches, `first_step`, `steps` (null: endless), `ramp_steps`,
-        `trained_steps` of this catalog until training ends, `epochs` that these make, `clips`,
-        `selected`, `dropped` {reason: clips}, `examples` {reason: paths} and `buckets`.
-    buckets: the buckets of the first stage. Each has `num_frames`, `height`, `width`, `batch_size`,
-        `tokens` of a clip and `batch_tokens` (null: not known), `padding` (share of the places of
-        all batches that stay empty as the last one is smaller; null: endless), `batch_seconds`
-        (predicted for one GPU; null: not known), `time_share` (of an epoch's time) and, of all
-        clips, each in one bucket: `clips` = `kept` + `dropped`, the latter by `reasons`;
-        `displaced` of the kept (too short for a bucket that would crop them less),
-        `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
-        `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
-        `share_cut`, the mean `scale` and how many are `enlarged`.
+    stages: an entry for each catalog of each stage: see `_streams`.
+    buckets: the buckets of the first stage: see `_bucket`.
     timeline: for each stage its share of the batches in up to 60 spans of the training.
     drift: how the clips of each stage differ from those of the stage before; `distance` is null
         if those were all alike.
@@ -204,7 +193,7 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
             if entry["stage"] == first
             for bucket in entry["buckets"]
         ],
-        "timeline": _timeline(plan, steps),
+        "timeline": shares_of_stages([plan], _end(plan, steps)),
         "drift": [
             {
                 **asdict(drift),
@@ -226,6 +215,13 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
 def _streams(
     plan: Plan, number: int, stage: StagePlan, recipe: Recipe, costs: BucketCosts
 ) -> Iterator[dict[str, Any]]:
+    """Yield an entry for each catalog of a stage.
+
+    It has `stage`, `source` (the catalog's name), `share` of the stage's batches, `first_step`,
+    `steps` (null: endless), `ramp_steps`, `trained_steps` of this catalog until training ends,
+    `epochs` that these make, `clips`, `selected`, `dropped` {reason: clips}, `examples`
+    {reason: paths} and `buckets`.
+    """
     end = _end(plan, recipe.training.steps)
     trained, total = plan.taken(end)[number], sum(stage.weights)
     for stream, weight, count in zip(stage.streams, stage.weights, trained, strict=True):
@@ -272,6 +268,17 @@ def _end(plan: Plan, steps: int) -> int:
 def _bucket(
     stream: Stream, assignment: ClipAssignment, index: int, costs: BucketCosts
 ) -> dict[str, Any]:
+    """Describe a bucket of a stage.
+
+    It has `num_frames`, `height`, `width`, `batch_size`, `tokens` of a clip and `batch_tokens`
+    (null: not known), `padding` (share of the places of all batches that stay empty as the last
+    one is smaller; null: endless), `batch_seconds` (predicted for one GPU; null: not known) and
+    `time_share` (of an epoch's time). Of all clips, each in one bucket, it has `clips` = `kept` +
+    `dropped`, the latter by `reasons`; `displaced` of the kept (too short for a bucket that would
+    crop them less), `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
+    `last_batch` (samples of the last batch; null: endless), and of the kept clips the mean
+    `share_cut`, the mean `scale` and how many are `enlarged`.
+    """
     catalog, epochs = stream.parts[-1].catalog, stream.parts[-1].epoch_span
     rows, shape = assignment.kept(index), assignment.shapes[index]
     kept, *dropped = assignment.counts[index].tolist()
@@ -320,13 +327,22 @@ def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
     }
 
 
-def _timeline(plan: Plan, steps: int) -> dict[str, list[float]]:
-    end = _end(plan, steps)
-    spans = min(end, TIMELINE_SPANS)
-    edges = [end * place // spans for place in range(spans + 1)]
-    taken = np.array([plan.timeline.taken(edge) for edge in edges])
-    shares = np.diff(taken, axis=0) / np.diff(edges)[:, None]
-    return {stage.name: shares[:, i].tolist() for i, stage in enumerate(plan.stages)}
+def shares_of_stages(plans: Sequence[Plan], end: int) -> dict[str, list[float]]:
+    """Return each stage's share of the batches before `end`, in up to 60 equal spans.
+
+    A plan is followed until the next one begins.
+    """
+    num_spans = min(end, TIMELINE_SPANS)
+    edges = [end * place // num_spans for place in range(num_spans + 1)]
+    counts: dict[str, NDArray[np.float64]] = {}
+    for plan, until in zip(plans, [*(plan.first_step for plan in plans[1:]), end], strict=True):
+        # Edges outside of the plan's range are clamped to it: its spans there count nothing.
+        cut = [min(max(edge, plan.first_step), max(plan.first_step, until)) for edge in edges]
+        taken = np.array([plan.timeline.taken(edge - plan.first_step) for edge in cut])
+        taken = taken.reshape(len(cut), -1)  # also without stages
+        for stage, of_stage in zip(plan.stages, np.diff(taken, axis=0).T, strict=True):
+            counts[stage.name] = counts.get(stage.name, 0) + of_stage
+    return {name: (count / np.diff(edges)).tolist() for name, count in counts.items()}
 
 
 def _poor_fits(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:

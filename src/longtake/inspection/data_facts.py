@@ -38,7 +38,7 @@ _MOST_CLIPS_BY_BUCKETS: Final = 8_000_000  # each bucket is tried on each clip
 MOST_CATALOGS: Final = 8
 _MOST_FILES: Final = 4000
 _MOST_STAGES: Final = 64
-_NUM_BINS, _NUM_SPANS, _NUM_EXAMPLES = 40, 60, 3
+_NUM_BINS, _NUM_EXAMPLES = 40, 3
 _MOST_DRAWN: Final = 1e290  # values beyond it are left out: differences could be infinite
 UNREADABLE: Final = (errors.LongtakeError, OSError, ValueError, ArithmeticError, pa.ArrowException)
 """Exceptions that unexpected catalogs and records may raise; they are shown as problems."""
@@ -325,10 +325,12 @@ def _with_plan(
     if len(history) > 1:
         plans, said = _followed(facts, recipe, plan, catalogs, history)
         problems += said
+    spans = [each["skipped"] for each in facts.events if each["event"] == "rolled_back"]
     return replace(
         found,
         summary=result,
-        strip=_strip(plans, recipe.training.steps + _num_skipped(facts)),
+        # Skipped batches are numbered too, and training makes up for them.
+        strip=_strip(plans, recipe.training.steps + len(SkippedRanges.of(spans))),
         histograms=_histograms(plan, data, catalogs),
         problems=problems,
     )
@@ -353,28 +355,11 @@ def _followed(
     return list(followed.plans), []
 
 
-def _num_skipped(facts: RunFacts) -> int:
-    spans = [each["skipped"] for each in facts.events if each["event"] == "rolled_back"]
-    return len(SkippedRanges.of(spans))
-
-
 def _strip(plans: Sequence[Plan], steps: int) -> StageStrip:
     last = plans[-1].end_step
     end = max(1, steps if last is None else min(steps, last))
-    names = list(dict.fromkeys(stage.name for plan in plans for stage in plan.stages))
-    spans = min(end, _NUM_SPANS)
-    edges = [end * place // spans for place in range(spans + 1)]
-    begins = [plan.first_step for plan in plans]
-    counts = np.zeros((len(names), spans))
-    # A plan is in force until the next one begins: clamping the edges to that range makes its
-    # spans outside of it count nothing.
-    for plan, begun, over in zip(plans, begins, [*begins[1:], end], strict=True):
-        cut = [min(max(edge, begun), max(begun, over)) for edge in edges]
-        taken = np.array([plan.timeline.taken(edge - begun) for edge in cut]).reshape(len(cut), -1)
-        for stage, of_stage in zip(plan.stages, np.diff(taken, axis=0).T, strict=True):
-            counts[names.index(stage.name)] += of_stage
-    shares = counts / np.maximum(np.diff(edges), 1)
-    return StageStrip(names, shares.tolist(), end)
+    shares = curriculum_facts.shares_of_stages(plans, end)
+    return StageStrip(list(shares), list(shares.values()), end)
 
 
 # --- Difficulty -------------------------------------------------------------------------------
