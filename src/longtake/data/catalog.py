@@ -425,14 +425,6 @@ class Catalog:
     def identities(self) -> pa.Array:
         return one_array(self.table["identity"])
 
-    @property
-    def span_identities(self) -> set[bytes]:
-        """Identities of the clips that are spans of files."""
-        if SPAN_SCHEMA.names[0] not in self.table.column_names:
-            return set()
-        is_span = pc.is_valid(self.table[SPAN_SCHEMA.names[0]])
-        return set(self.table["identity"].filter(is_span).to_pylist())
-
     @cached_property
     def attribute_names(self) -> tuple[str, ...]:
         names = (name for name in self.table.column_names if name.startswith(ATTRIBUTE))

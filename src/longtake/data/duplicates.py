@@ -22,7 +22,6 @@ from longtake.data.workers import ClipTask
 from longtake.errors import ClipError
 
 DISTANCE = 16  # bits of 256 in which two frames may differ; other signs in one place: 20 to 34
-MOST_DISTANCE = 32  # comparing takes long above this
 HASH_BYTES = 32
 
 _FREQUENCIES, _SIDE = 16, 32  # a frame of 32 x 32 pixels has 16 x 16 frequencies

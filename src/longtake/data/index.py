@@ -4,7 +4,6 @@ Known files are not read again: those of the older catalog at the output with th
 and modification time, and those that an interrupted index recorded in a journal beside it.
 """
 
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,7 @@ from typing_extensions import TypedDict
 from longtake.data import catalog, tasks
 from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, unread_beside
 from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter, Written
-from longtake.data.clip import Clip, Item, Media, Timing
+from longtake.data.clip import Clip, Item, Media
 from longtake.data.content import copy_identity
 from longtake.data.decode import Probe, ProbeTask
 from longtake.data.decode_limits import DEFAULT, Limits
@@ -56,6 +55,7 @@ def _is_whole(entry: _Entry) -> _Entry:
     return entry
 
 
+_PROBE = TypeAdapter(Probe)
 _ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_whole)])
 
 
@@ -73,9 +73,7 @@ class ProbeJournal(Journal[_Entry]):
         if isinstance(found, ClipError):
             self.add(stamped | {"reason": found.reason})
         else:
-            times = found.timing
-            timing = times and {"first": times.first, "step": times.step, "listed": times.listed}
-            self.add(stamped | {"probe": vars(found) | {"timing": timing}})
+            self.add(stamped | {"probe": _PROBE.dump_python(found, mode="json")})
 
 
 class KnownFiles:
@@ -106,10 +104,10 @@ class KnownFiles:
         self._add(
             (
                 as_bytes(entry["media"]),
-                _stamp_text(catalog.Stamp(*entry["stamp"])),
+                stamp_text(catalog.Stamp(*entry["stamp"])),
                 None,
                 entry.get("reason"),
-                _probe_text(entry.get("probe")),
+                _PROBE.dump_json(entry["probe"]) if "probe" in entry else None,
             )
             for entry in journal.entries()
         )
@@ -125,21 +123,18 @@ class KnownFiles:
         entry = next(entries, None)
         for items in files:
             media, found = items[0].media.whole, None
-            # Stores gave size and stamp with their listing, so no object is asked for again.
-            stamp = None if media.is_remote else stamp_of_file(media.path)
-            if media.is_remote and media.stamp:
-                stamp = catalog.Stamp(media.num_bytes or 0, media.stamp)
+            stamp = stamp_of_media(media, stamp_of_file)
             name = as_bytes(str(media))
             # A merge of two sorted sequences: neither has to fit into memory.
             while entry is not None and entry[0] <= name:
                 found = entry if entry[0] == name else None
                 entry = next(entries, None)
-            if found is None or stamp is None or found[1] != _stamp_text(stamp):
+            if found is None or stamp is None or found[1] != stamp_text(stamp):
                 yield items, stamp, None
             elif found[3] is None:
                 yield items, stamp, ClipError(str(media), found[2])
             else:
-                yield items, stamp, _probe_of(found[3])
+                yield items, stamp, _PROBE.validate_json(found[3])
 
     def _add(self, rows: Iterable[tuple[Any, ...]]) -> None:
         self._database.executemany("INSERT INTO known VALUES (?, ?, ?, ?, ?)", rows)
@@ -164,30 +159,16 @@ def _entries_of(
                 if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):
                     facts["identity"] = copy_identity(clip.identity, -number)
                 probe = Probe(**facts, is_trusted=is_trusted)
-                text = _stamp_text(catalog.Stamp(*stamp.values()))
+                text = stamp_text(catalog.Stamp(*stamp.values()))
                 identity = bytes.fromhex(clip.identity)
-                yield as_bytes(clip.path), text, identity, None, _probe_text(probe)
+                yield as_bytes(clip.path), text, identity, None, _PROBE.dump_json(probe)
     for row in older.set_aside():
-        text = _stamp_text(catalog.Stamp(row["file_bytes"], row["file_mtime_ns"]))
+        text = stamp_text(catalog.Stamp(row["file_bytes"], row["file_mtime_ns"]))
         yield as_bytes(row["path"]), text, row["identity"], row["reason"], None
 
 
-def _stamp_text(stamp: catalog.Stamp) -> str:
+def stamp_text(stamp: catalog.Stamp) -> str:
     return f"{stamp.num_bytes} {stamp.mtime_ns}"
-
-
-def _probe_text(probe: Probe | None) -> str | None:
-    if probe is None:
-        return None
-    timing = probe.timing and (probe.timing.first, probe.timing.step, probe.timing.listed)
-    return json.dumps(vars(probe) | {"timing": timing})
-
-
-def _probe_of(text: str) -> Probe:
-    fields = json.loads(text)
-    if timing := fields["timing"]:
-        fields["timing"] = Timing(timing[0], timing[1], tuple(timing[2]))
-    return Probe(**fields | {"keyframes": tuple(fields["keyframes"])})
 
 
 def stamp_of(path: str) -> catalog.Stamp | None:
@@ -197,6 +178,16 @@ def stamp_of(path: str) -> catalog.Stamp | None:
     except OSError:
         return None
     return catalog.Stamp(status.st_size, status.st_mtime_ns)
+
+
+def stamp_of_media(
+    media: Media, stamp_of_file: Callable[[str], catalog.Stamp | None] = stamp_of
+) -> catalog.Stamp | None:
+    """Return the stamp of a file or an object, or None if it is not known."""
+    # Stores gave size and stamp with their listing, so no object is asked for again.
+    if media.is_remote:
+        return catalog.Stamp(media.num_bytes or 0, media.stamp) if media.stamp else None
+    return stamp_of_file(media.path)
 
 
 @dataclass(kw_only=True)

@@ -279,7 +279,8 @@ def _find_all(
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Scenes | ClipError]:
     """Return the scenes of each video by its name; those in the journal are not decoded again."""
-    stamps = {str(item.media): _stamp(item.media) for item in items}
+    found = {str(item.media): index.stamp_of_media(item.media) for item in items}
+    stamps = {name: index.stamp_text(stamp) if stamp else "" for name, stamp in found.items()}
     known: dict[str, Scenes | ClipError] = {
         name: Scenes(tuple(starts), end)
         for name, stamp, starts, end in journal.read()
@@ -300,13 +301,6 @@ def _find_all(
 _ROW: TypeAdapter[tuple[str, str, list[float], float]] = TypeAdapter(
     tuple[str, str, Annotated[list[float], Field(min_length=1)], float]
 )
-
-
-def _stamp(media: Media) -> str:
-    if media.is_remote:
-        return f"{media.num_bytes} {media.stamp}"
-    stamp = index.stamp_of(media.path)
-    return f"{stamp.num_bytes} {stamp.mtime_ns}" if stamp else ""
 
 
 def _check_table(out: Path) -> None:

@@ -18,9 +18,9 @@ from longtake.data.buckets import (
     ONLY_STILLS,
     TOO_SHORT,
     Rows,
+    choose,
     frame_counts,
     shares_cut,
-    sort_into_buckets,
 )
 from longtake.data.catalog import Catalog
 from longtake.data.checks import drifts, large_crops, refuse_wrong_catalogs, review, tail_drifts
@@ -136,13 +136,8 @@ def _best(
     fps: float | None = None,
 ) -> NDArray[np.int16]:
     everyone = np.arange(len(catalog), dtype=np.uint32)
-    members, _ = sort_into_buckets(
-        catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps
-    )
-    best = np.full(len(catalog), -1, np.int16)
-    for index, rows in zip(shapes, members.rows, strict=True):
-        best[rows] = index
-    return best
+    chosen = choose(catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps)
+    return np.array([*shapes, -1], np.int16)[chosen]
 
 
 def _off(
