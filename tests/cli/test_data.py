@@ -1,7 +1,6 @@
 """The verbs of `longtake data`, and `drill`: what they say of good and of bad input."""
 
 import json
-import re
 import shutil
 import signal
 import subprocess
@@ -319,27 +318,6 @@ def test_a_cache_that_cannot_be(
     assert (code, out) == (2, "")
     assert said in err
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        (
-            "captions.csv",
-            "video,caption\n00000.mp4,a red square\n",
-            r"captions are read from JSON lines\. .* longtake data index \S+captions\.csv --out",
-        ),
-        ("captions.jsonl", '{"video": "0.mp4", "words": "a"}\n', r"line 1 is no caption: "),
-    ],
-)
-def test_captions_in_another_format_are_refused_with_what_to_do(
-    shapes_catalog: Path, tmp_path: Path, call: Call, name: str, content: str, message: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    sources = [shapes_catalog.parent / "clips", "--captions", tmp_path / name]
-    code, _, err = call("data", "index", *sources, "--out", tmp_path / "c.parquet")
-    assert code == 2
-    assert re.search(message, err), err
 
 
 def test_a_folder_of_a_kohya_trainer_becomes_catalogs_with_repeats(

@@ -253,8 +253,9 @@ def test_unreadable_captions_are_refused(videos: Path, tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match=r"captions .*gone\.jsonl cannot be read: No such file"):
         index([videos], captions=tmp_path / "gone.jsonl", out=out)
-    (videos / "b.txt").write_bytes(b"caf\xe9")
-    assert "b.txt is not UTF-8" in index([videos], captions=None, out=out).rejected[0].reason
+    remedy = r"captions are read from JSON lines\. .* longtake data index \S+captions\.csv --out"
+    with pytest.raises(DataError, match=remedy):
+        index([videos], captions=tmp_path / "captions.csv", out=out)
 
 
 def test_damaged_files_never_end_the_run(videos: Path, tmp_path: Path) -> None:

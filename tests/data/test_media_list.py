@@ -1,6 +1,7 @@
 """Whatever order items come in, each is there once, sorted, with its file's other spans."""
 
 import random
+from contextlib import closing
 
 import pytest
 
@@ -20,7 +21,7 @@ _ITEMS = [
 
 def test_items_come_back_sorted_and_whole() -> None:
     shuffled = random.Random(0).sample(_ITEMS * 2, 12)  # noqa: S311 - only an order
-    with MediaList() as media:
+    with closing(MediaList()) as media:
         media.add(shuffled[:5])
         media.add(iter(shuffled[5:]))
         media.settle()
@@ -34,13 +35,13 @@ def test_items_come_back_sorted_and_whole() -> None:
 
 
 def test_mentions_are_joined_and_only_one_caption_is_accepted() -> None:
-    with MediaList() as media:
+    with closing(MediaList()) as media:
         media.add([Item(Media("/a.mp4"), None, {"x": 1.0, "y": 1.0}), Item(Media("/b.mp4"), "b")])
         media.add([Item(Media("/a.mp4"), "a", {"y": 2.0}, {"pose": "/p"}), Item(Media("/a.mp4"))])
         media.settle()
         joined = Item(Media("/a.mp4"), "a", {"x": 1.0, "y": 2.0}, {"pose": "/p"})
         assert list(media) == [joined, Item(Media("/b.mp4"), "b")]
-    with MediaList() as media:
+    with closing(MediaList()) as media:
         media.add([Item(Media("/a.mp4"), "a"), Item(Media("/a.mp4"), "other")])
         with pytest.raises(DataError, match="two captions: 'a' and 'other'"):
             media.settle()
@@ -49,7 +50,7 @@ def test_mentions_are_joined_and_only_one_caption_is_accepted() -> None:
 @pytest.mark.parametrize("every", [False, True])
 def test_captions_are_given_to_all_or_to_those_without(every: bool) -> None:
     count = 10_000  # more than are in memory at once
-    with MediaList() as media:
+    with closing(MediaList()) as media:
         media.add(
             Item(Media(f"/{number:05d}.mp4"), None if number % 2 else "known")
             for number in range(count)

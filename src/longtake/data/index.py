@@ -217,7 +217,6 @@ def index(
     label: str = "",
     trusts_metadata: bool = False,
     keeps_other_captions: bool = False,
-    prober: Task[Item, tuple[Probe | ClipError, bool]] | None = None,
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
 
@@ -241,7 +240,6 @@ def index(
         trusts_metadata: decode only the first frame of each video. Such clips get the attribute
             `trusted_metadata` = 1; a call that does not trust metadata reads them again.
         keeps_other_captions: keep files of equal content once for each caption; else once.
-        prober: task that probes a file; by default a `ProbeTask`.
 
     Raises:
         DataError: a source or the captions cannot be read, a clip lacks a further input, no file is
@@ -266,7 +264,7 @@ def index(
             partial(_accept, writer, faulty, label, trusts_metadata),
             known=KnownFiles(None if fresh else before, journal, trusts_metadata=trusts_metadata),
             journal=journal,
-            task=prober or ProbeTask(limits, trusts_metadata),
+            task=ProbeTask(limits, trusts_metadata),
             on=on,
             workers=workers,
             progress=progress,

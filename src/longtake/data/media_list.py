@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
-from typing import Any, Self
+from typing import Any
 
 from longtake.data.clip import Item, Media
 from longtake.errors import DataError
@@ -108,12 +108,6 @@ class MediaList:
 
     def close(self) -> None:
         self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     __del__ = close
 

@@ -64,8 +64,12 @@ class EpochSpan:
     @cached_property
     def batches_per_epoch(self) -> Fraction:
         """Mean number of batches per epoch; incomplete batches are filled from the next."""
-        pairs = ((size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes))
-        return sum((Fraction(size, batch) for size, batch in pairs), Fraction(0))
+        return sum((Fraction(size, batch) for size, batch in self._pairs), Fraction(0))
+
+    @cached_property
+    def _pairs(self) -> list[tuple[int, int]]:
+        """Number of clips of each bucket in an epoch, and samples of its batches."""
+        return [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
 
     def epoch_start(self, epoch: int) -> int:
         """Return the number of the first batch of an epoch."""
@@ -126,12 +130,11 @@ class EpochSpan:
 
     def _begin(self, local_epoch: int) -> int:
         """Return the number of batches before an epoch; the span's first epoch is 0 here."""
-        pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
-        whole = sum(local_epoch * size // batch for size, batch in pairs)
+        whole = sum(local_epoch * size // batch for size, batch in self._pairs)
         if local_epoch != self.num_epochs:
             return whole
         # The span's end has no next epoch, so each bucket's incomplete batch counts as one more.
-        return whole + sum(local_epoch * size % batch > 0 for size, batch in pairs)
+        return whole + sum(local_epoch * size % batch > 0 for size, batch in self._pairs)
 
     def _shuffled(self, epoch: int, numbers: Indices) -> tuple[Indices, Indices]:
         """Map the numbers of batches within an epoch to (buckets, batches of these buckets)."""
@@ -145,13 +148,12 @@ class EpochSpan:
     def _batches_of(self, epoch: int) -> tuple[Indices, Indices]:
         """Return the first batch of each bucket in an epoch, and how many batches it has there."""
         local = epoch - self.first_epoch
-        pairs = [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
         is_last = self.num_epochs is not None and local == self.num_epochs - 1
-        firsts = np.array([local * n // size for n, size in pairs], np.int64)
+        firsts = np.array([local * n // size for n, size in self._pairs], np.int64)
         ends = np.array(
             [
                 -(-(local + 1) * n // size) if is_last else (local + 1) * n // size
-                for n, size in pairs
+                for n, size in self._pairs
             ],
             np.int64,
         )

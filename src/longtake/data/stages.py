@@ -265,9 +265,7 @@ class StageTimeline:
 
     def at(self, step: int) -> tuple[int, int]:
         """Return the stage of a step, and the number of that stage's batches before it."""
-        before, after = self.taken(step), self.taken(step + 1)
-        stage = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
-        return stage, before[stage]
+        return _advanced(self.taken(step), self.taken(step + 1))
 
     def taken(self, step: int) -> list[int]:
         """Return how many batches of each stage come before a step."""
@@ -289,6 +287,10 @@ class StageTimeline:
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
     """Return which catalog gives a stage's batch `index`, and its number among that catalog's."""
-    before, after = shares(index, weights), shares(index + 1, weights)
-    source = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
-    return source, before[source]
+    return _advanced(shares(index, weights), shares(index + 1, weights))
+
+
+def _advanced(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
+    """Return which of several counts is the one that grew, and what it was before."""
+    grown = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
+    return grown, before[grown]
