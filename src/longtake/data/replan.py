@@ -13,23 +13,11 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from longtake.config import DataSection, Stage
+from longtake.data import plan as planning
 from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import Catalog
 from longtake.data.order import EpochSpan
-from longtake.data.plan import (
-    OpenEpoch,
-    Part,
-    Plan,
-    StagePlan,
-    Stream,
-    assemble_plan,
-    fresh_stage,
-    num_epochs,
-    own_batch_sizes,
-    repeated_weights,
-    stage_length,
-    stage_weights,
-)
+from longtake.data.plan import OpenEpoch, Part, Plan, StagePlan, Stream
 from longtake.data.stages import select
 from longtake.errors import DataChangedError
 
@@ -71,7 +59,9 @@ def replan(
     if len(stages) > 1 and lengths[0] is not None:  # a change just before a ramp shortens it
         ramp = min(stages[1].section.ramp_steps, 2 * lengths[0])
         stages[1] = replace(stages[1], section=_with_ramp(stages[1].section, ramp))
-    return replace(assemble_plan(context.version, step, stages, batch_size, lengths), ended=ended)
+    return replace(
+        planning.assemble_plan(context.version, step, stages, batch_size, lengths), ended=ended
+    )
 
 
 # A stream with the number of its trained batches; or, without an open epoch, the next epoch.
@@ -148,23 +138,25 @@ class _Context:
     ) -> tuple[StagePlan, int | None, dict[str, int]]:
         """Return the rest of a stage, its number of steps, and each catalog's next epoch."""
         if done is None:
-            fresh = fresh_stage(stage, self.catalogs, self.data, self.batch_size, self.seed)
-            return fresh, stage_length(fresh), {}
+            fresh = planning.fresh_stage(
+                stage, self.catalogs, self.data, self.batch_size, self.seed
+            )
+            return fresh, planning.stage_length(fresh), {}
         if done.steps:
             stage = _with_ramp(stage, 0)  # the ramp has begun too, and cannot be planned again
         # A stage with a fixed number of steps gets the rest of them, else the rest of its epochs.
         continued, next_epochs = self._continue_stage(stage, done)
         if stage.steps is not None:
             return continued, stage.steps - done.steps, next_epochs
-        return continued, stage_length(continued) if continued.streams else 0, next_epochs
+        return continued, planning.stage_length(continued) if continued.streams else 0, next_epochs
 
     def _continue_stage(
         self, stage: Stage, done: _StageProgress
     ) -> tuple[StagePlan, dict[str, int]]:
-        weights = stage_weights(stage, self.catalogs, self.data)
+        weights = planning.stage_weights(stage, self.catalogs, self.data)
         self._refuse_unfinished(stage, done, weights)
         selections = {source: select(self.catalogs[source], stage, self.data) for source in weights}
-        weights = repeated_weights(weights, selections, stage, self.data)
+        weights = planning.repeated_weights(weights, selections, stage, self.data)
         streams, shares, dropped, next_epochs = [], [], {}, {}
         for source, selection in selections.items():
             before = done.streams.get(source)
@@ -212,7 +204,7 @@ class _Context:
             part = self._rest(source, stage, epoch, members, is_newest=is_newest)
             if part is not None:
                 parts.append(part)
-        epochs = num_epochs(stage, source, self.data)
+        epochs = planning.num_epochs(stage, source, self.data)
         left = None if epochs is None else epochs - following
         if left is None or left > 0:
             span = self._epoch_span(stage, source, members, following, left)
@@ -257,7 +249,7 @@ class _Context:
         # The version makes the new order of clips independent of the replaced plan's.
         name, size = f"{stage.name}/{source}/{self.version}", stage.global_batch_size
         size = size or self.batch_size
-        of_buckets = own_batch_sizes(members.shapes, stage, self.batch_size)
+        of_buckets = planning.own_batch_sizes(members.shapes, stage, self.batch_size)
         return EpochSpan(members.sizes, size, self.seed, name, epoch, num_epochs, of_buckets)
 
 

@@ -11,17 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longtake.config import Bucket, DataSection, Recipe, Stage
+from longtake.data import buckets as bucketing
 from longtake.data.auto_buckets import propose_buckets
-from longtake.data.buckets import (
-    CROPPED,
-    NO_STILLS,
-    ONLY_STILLS,
-    TOO_SHORT,
-    Rows,
-    choose,
-    frame_counts,
-    shares_cut,
-)
 from longtake.data.catalog import Catalog
 from longtake.data.checks import drifts, large_crops, refuse_wrong_catalogs, review, tail_drifts
 from longtake.data.plan import Plan, StagePlan, Stream, begin
@@ -73,10 +64,10 @@ class ClipAssignment:
             home[part.rows_in(part.epoch_span.first_epoch, bucket)] = bucket
         return replace(self, home=home)
 
-    def kept(self, bucket: int) -> Rows:
+    def kept(self, bucket: int) -> bucketing.Rows:
         return np.flatnonzero((self.home == bucket) & (self.code < 0)).astype(np.uint32)
 
-    def dropped(self, reason: int) -> Rows:
+    def dropped(self, reason: int) -> bucketing.Rows:
         return np.flatnonzero(self.code == reason).astype(np.uint32)
 
 
@@ -90,14 +81,16 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
     best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
     has_bucket = np.flatnonzero(best >= 0).astype(np.uint32)
     # Clips that pass all conditions are dropped if no bucket takes them or theirs crops too much.
-    no_bucket = next((reason for reason in (TOO_SHORT, ONLY_STILLS) if reason in reasons), "")
+    no_bucket = next(
+        (reason for reason in (bucketing.TOO_SHORT, bucketing.ONLY_STILLS) if reason in reasons), ""
+    )
     is_still = catalog.column("num_frames") == 1
     # A clip is counted under the first reason that drops it.
     for reason, rows in [
         *drop_in_turn(catalog, stage, data),
-        (NO_STILLS, np.flatnonzero((best >= 0) | ~is_still).astype(np.uint32)),
+        (bucketing.NO_STILLS, np.flatnonzero((best >= 0) | ~is_still).astype(np.uint32)),
         (no_bucket, has_bucket),
-        (CROPPED, selection.members.all_rows()),
+        (bucketing.CROPPED, selection.members.all_rows()),
     ]:
         still = np.zeros(len(catalog), bool)
         still[rows] = True
@@ -136,7 +129,9 @@ def _best(
     fps: float | None = None,
 ) -> NDArray[np.int16]:
     everyone = np.arange(len(catalog), dtype=np.uint32)
-    chosen = choose(catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps)
+    chosen = bucketing.choose(
+        catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps
+    )
     return np.array([*shapes, -1], np.int16)[chosen]
 
 
@@ -307,7 +302,7 @@ def _times(count: int, each: float | None) -> float | None:
     return None if each is None else count * each
 
 
-def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
+def _fit(catalog: Catalog, rows: bucketing.Rows, shape: Bucket) -> dict[str, Any]:
     if not len(rows):
         return {"share_cut": None, "scale": None, "enlarged": 0, "enlarged_by": None}
     across = shape.width / catalog.column("width")[rows]
@@ -315,7 +310,7 @@ def _fit(catalog: Catalog, rows: Rows, shape: Bucket) -> dict[str, Any]:
     scale = np.maximum(across, down)
     enlarged = scale[scale > 1]
     return {
-        "share_cut": float(shares_cut(catalog, rows, shape).mean()),
+        "share_cut": float(bucketing.shares_cut(catalog, rows, shape).mean()),
         "scale": float(scale.mean()),
         "enlarged": len(enlarged),
         "enlarged_by": float(enlarged.mean()) if len(enlarged) else None,
@@ -447,7 +442,7 @@ def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | 
         return None
     frames, aspects = [], []
     for catalog in catalogs:
-        frames.append(frame_counts(catalog, data.fps))
+        frames.append(bucketing.frame_counts(catalog, data.fps))
         aspects.append(catalog.column("width") / catalog.column("height"))
     shapes = propose_buckets(
         np.concatenate(frames), np.concatenate(aspects), data.buckets, data.frame_stride

@@ -24,7 +24,6 @@ from longtake.data.plan import Plan, begin
 from longtake.data.plan_history import PlanRecord, SkippedRanges, parsed_order, rebuild
 from longtake.formatting import one_line, printable
 from longtake.inspection import catalog_facts, curriculum_facts
-from longtake.inspection.curriculum_facts import LoadedData
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
@@ -237,7 +236,7 @@ def _are_large(paths: Iterable[Path]) -> bool:
     return num_rows > MOST_CLIPS or num_bytes > _MOST_BYTES
 
 
-def facts_of(loaded: LoadedData, summary: dict[str, Any]) -> DataFacts:
+def facts_of(loaded: curriculum_facts.LoadedData, summary: dict[str, Any]) -> DataFacts:
     """Return the facts of loaded catalogs; `summary` is what `describe` returned."""
     catalogs = [
         _catalog_facts(source, str(loaded.paths[source]), catalog)

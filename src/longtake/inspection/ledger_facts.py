@@ -14,7 +14,6 @@ from longtake.data.catalog_search import find_clips
 from longtake.data.clip import Clip
 from longtake.formatting import one_line, plural
 from longtake.inspection import data_facts
-from longtake.inspection.data_facts import versions
 from longtake.inspection.reader import RunFacts
 from longtake.run_dir import RunDirectory
 
@@ -58,7 +57,7 @@ def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | No
     if not files:
         return None
     copies = data_facts.catalog_files(run)
-    version = versions([*files, *copies, run.recipe_path])
+    version = data_facts.versions([*files, *copies, run.recipe_path])
     return facts.kept("ledger", version, lambda: _read_ledger(run, data))
 
 
@@ -163,7 +162,7 @@ def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[st
     """
     wanted = frozenset(each for each in identities if _IDENTITY.fullmatch(each))
     files = data_facts.catalog_files(facts.run)
-    version = versions(files), wanted
+    version = data_facts.versions(files), wanted
     return facts.kept(f"clips of {what}", version, lambda: _find(files, wanted))
 
 
