@@ -18,7 +18,6 @@ from longtake.data.plan_history import compare
 from longtake.demo.shapes import write_clips
 from longtake.errors import RunError
 from longtake.faults.expect import BITWISE, Evidence, clips_at, identities_of
-from longtake.faults.faulty_processes import Hang
 from longtake.faults.registry import fault
 from longtake.faults.sandbox import (
     NUM_CLIPS,
@@ -45,9 +44,9 @@ _CORRUPT_STEP = 8
 @fault(
     does="Kills a run in mid-epoch and adds a tenth more clips to its catalog.",
     must="It refuses to resume; with on_change=merge it repeats no clip and misses none.",
+    begins="killed",
 )
-def data_grown(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.killed_mid_epoch("data-grown"), Evidence()
+def data_grown(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     old = site.catalog()
     site.write_clips(NUM_CLIPS + _ADDED)
     site.index()
@@ -63,49 +62,48 @@ def data_grown(sandbox: Sandbox) -> Evidence:
     _resume_by_policy(evidence, sandbox, site, old, "merge")
     evidence.detected_seconds = seconds
     evidence.message = f"It refused to resume and said why. {evidence.message}"
-    return evidence
 
 
 @fault(
     does="Kills a run in mid-epoch and deletes three in ten of its clips.",
     must="With on_change=merge it repeats no clip and misses none.",
+    begins="killed",
 )
-def data_shrunk(sandbox: Sandbox) -> Evidence:
-    site = sandbox.killed_mid_epoch("data-shrunk")
+def data_shrunk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     old = site.catalog()
     for clip in sorted(site.clips.glob("*.mp4"))[:_REMOVED]:
         clip.unlink()
     site.index()
-    return _resume_by_policy(Evidence(), sandbox, site, old, "merge")
+    _resume_by_policy(evidence, sandbox, site, old, "merge")
 
 
 @fault(
     does="Kills a run in mid-epoch and replaces its catalog by one of other clips.",
     must="With on_change=finish it ends the epoch with the old clips, then trains the new ones.",
+    begins="killed",
 )
-def data_swapped(sandbox: Sandbox) -> Evidence:
-    site = sandbox.killed_mid_epoch("data-swapped")
+def data_swapped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     old, folder = site.catalog(), site.folder / "data" / "other_clips"
     captions = write_clips(folder, NUM_CLIPS, seed=1)  # the old clips stay where they are
     index([folder], captions=captions, out=site.catalog_path, workers=0)
-    return _resume_by_policy(Evidence(), sandbox, site, old, "finish")
+    _resume_by_policy(evidence, sandbox, site, old, "finish")
 
 
 @fault(
     does="Kills a run in mid-epoch and deletes a single clip that was still to come.",
     must="With on_change=merge it repeats no clip and misses none.",
+    begins="killed",
 )
-def one_clip_removed(sandbox: Sandbox) -> Evidence:
-    site = sandbox.killed_mid_epoch("one-clip-removed")
+def one_clip_removed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     old, late = site.catalog(), clips_at(sandbox.undisturbed, _LATE_STEP)[0]
     (site.clips / late.name).unlink()
     site.index()
-    return _resume_by_policy(Evidence(), sandbox, site, old, "merge")
+    _resume_by_policy(evidence, sandbox, site, old, "merge")
 
 
 def _resume_by_policy(
     evidence: Evidence, sandbox: Sandbox, site: TrainingSite, old: Catalog, policy: Policy
-) -> Evidence:
+) -> None:
     """Resume with `data.on_change` to the end of the run, and check the policy's guarantees.
 
     `merge`: epoch 0 consists of the clips consumed before and the rest of the new catalog.
@@ -131,15 +129,13 @@ def _resume_by_policy(
         f"{counts.repeated} samples repeated, {counts.missing} missing; the steps before are "
         "bitwise the undisturbed run's."
     )
-    return evidence
 
 
 @fault(
     does="Overwrites the middle of a clip's file after it was indexed.",
     must="The run rejects the clip with a reason and trains all others.",
 )
-def corrupt_clip(sandbox: Sandbox) -> Evidence:
-    site = sandbox.fresh("corrupt-clip")
+def corrupt_clip(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     clip = site.clips / clips_at(sandbox.undisturbed, _CORRUPT_STEP)[0].name
     # Invert all bits in the middle third. The file's header, index and length stay valid, so only
     # decoding can find the damage.
@@ -150,7 +146,7 @@ def corrupt_clip(sandbox: Sandbox) -> Evidence:
     with site.launch() as process:
         found = process.wait_for_event("sample_rejected")
         process.finish()
-    evidence, step, reason = Evidence(), 0, ""
+    step, reason = 0, ""
     evidence.expect_event(found, process.began, "no event says that a clip could not be decoded")
     if found:
         step, reason = found.event["step"], found.event["reason"]
@@ -163,76 +159,60 @@ def corrupt_clip(sandbox: Sandbox) -> Evidence:
         f"The clip was rejected at step {step}, when it was due, and the batch had one sample "
         f"less; the run continued. The reason: {reason.rpartition(': ')[2]}."
     )
-    return evidence
 
 
 @fault(
+    name="killed-loader-worker",
+    does="Kills a decode worker (SIGKILL) while it decodes a clip.",
+    must="It is replaced; every step is bitwise the same.",
+    kind="decoder_died",
+)
+@fault(
+    name="decoder-hang",
     does="Stops a decode worker (SIGSTOP) while it decodes a clip.",
     must="It is dumped, killed and replaced at its deadline; every step is bitwise the same.",
+    kind="decoder_stalled",
 )
-def decoder_hang(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("decoder-hang"), Evidence()
+def lost_decoder(
+    sandbox: Sandbox,
+    site: TrainingSite,
+    evidence: Evidence,
+    kind: Literal["decoder_stalled", "decoder_died"],
+) -> None:
+    """Stop a worker while it decodes, and kill it if it is to die rather than to stall."""
     with site.launch() as process:
         process.wait_for_rows(1)
         hang = stop_while_decoding(process, site.clips)
-        found = process.wait_for_event("decoder_stalled", pid=hang.pid)
+        if kind == "decoder_died":
+            os.kill(hang.pid, signal.SIGKILL)
+        found = process.wait_for_event(kind, pid=hang.pid)
         process.finish()
-    _expect_replaced(evidence, "decoder_stalled", site, hang, found, sandbox.undisturbed)
-    where = found.event["where"] if found else ""
-    evidence.message = (
-        f"Process {hang.pid} was stopped while it decoded {Path(hang.path).name}, was past its "
-        f"deadline of {SAMPLE_TIMEOUT_SECONDS:g} s, was dumped{where and f' in {where}'}, killed "
-        "and replaced; every step is bitwise the undisturbed run's."
-    )
-    return evidence
-
-
-@fault(
-    does="Kills a decode worker (SIGKILL) while it decodes a clip.",
-    must="It is replaced; every step is bitwise the same.",
-)
-def killed_loader_worker(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("killed-loader-worker"), Evidence()
-    with site.launch() as process:
-        process.wait_for_rows(1)
-        hang = stop_while_decoding(process, site.clips)  # a stopped worker is killed at its clip
-        os.kill(hang.pid, signal.SIGKILL)
-        found = process.wait_for_event("decoder_died", pid=hang.pid)
-        process.finish()
-    _expect_replaced(evidence, "decoder_died", site, hang, found, sandbox.undisturbed)
-    evidence.message = (
-        f"Process {hang.pid} was killed while it decoded {Path(hang.path).name} and was replaced; "
-        "every step is bitwise the undisturbed run's."
-    )
-    return evidence
-
-
-def _expect_replaced(
-    evidence: Evidence,
-    kind: Literal["decoder_stalled", "decoder_died"],
-    site: TrainingSite,
-    hang: Hang,
-    found: ObservedEvent | None,
-    undisturbed: TrainingSite,
-) -> None:
-    """Expect an event with the worker's clip and stacks, and the results of the undisturbed run."""
     evidence.expect_event(found, hang.at, f"no event {kind} tells of process {hang.pid}")
+    decoded = Path(hang.path).name
     if found:
-        named, decoded = Path(found.event["path"]).name, Path(hang.path).name
+        named = Path(found.event["path"]).name
         wrong = f"the event names the clip {named}, and it was decoding {decoded}"
         evidence.expect(named == decoded, wrong)
         stacks = site.run.path / found.event["stacks"]
         evidence.expect(stacks.is_file(), f"its stacks were not kept: there is no {stacks}")
     evidence.expect(not Path(f"/proc/{hang.pid}").exists(), f"process {hang.pid} still runs")
-    evidence.expect_undisturbed(site, undisturbed)
+    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    ended = f"Process {hang.pid} was killed while it decoded {decoded}"
+    if kind == "decoder_stalled":
+        where = f" in {found.event['where']}" if found and found.event["where"] else ""
+        ended = (
+            f"Process {hang.pid} was stopped while it decoded {decoded}, was past its deadline of "
+            f"{SAMPLE_TIMEOUT_SECONDS:g} s, was dumped{where}, killed"
+        )
+    evidence.message = f"{ended} and replaced; every step is bitwise the undisturbed run's."
 
 
 @fault(
     does="Kills a run in mid-epoch and resumes it on two ranks instead of one, without workers.",
     must="No clip is repeated or missing; the losses are the same but for rounding.",
+    begins="killed",
 )
-def processes_changed(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.killed_mid_epoch("processes-changed"), Evidence()
+def processes_changed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with site.launch(*ON_TWO_RANKS, ranks=2) as process:
         process.finish()
     evidence.expect_world_sizes(site.run, 1, 2)
@@ -243,7 +223,6 @@ def processes_changed(sandbox: Sandbox) -> Evidence:
         f"missing, and no loss is further than {error:.0e} (relative: rounding) from the "
         "undisturbed run's."
     )
-    return evidence
 
 
 _KILL_STEPS = range(8, 36)  # there is a checkpoint, and the run is far from its end
@@ -257,37 +236,34 @@ _OPTIMIZER = "optimizer/__0_0.distcp"
     does="Kills a run (SIGKILL) after a random step and starts the same command again.",
     must="Every step, and weights, EMA and optimizer at the end, are bitwise the same.",
 )
-def kill(sandbox: Sandbox) -> Evidence:
-    site, step = sandbox.fresh("kill"), random.choice(_KILL_STEPS)  # noqa: S311 - not a secret
+def kill(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+    step = random.choice(_KILL_STEPS)  # noqa: S311 - not a secret
     with site.launch() as process:
         process.wait_for_rows(step)
         process.wait_for_checkpoints(1)
         if not process.kill():
             raise RunError(f"The run was over before it could be killed after step {step}.")
-    evidence = resume(Evidence(), site, sandbox.undisturbed)
+    resume(evidence, site, sandbox.undisturbed)
     evidence.message = (
         f"Killed after step {step}, it resumed by the same command; {evidence.steps_lost} steps "
         f"were trained twice; {BITWISE}."
     )
-    return evidence
 
 
 @fault(
     does="Kills a run (SIGKILL) while it writes a checkpoint, and starts it again.",
     must="It resumes from the checkpoint before; what follows is bitwise the same.",
 )
-def kill_while_saving(sandbox: Sandbox) -> Evidence:
-    site = sandbox.fresh("kill-while-saving")
+def kill_while_saving(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with site.launch() as process:
         process.wait_for_checkpoints(1)
         partial = _stop_while_saving(process, site)
         process.kill()
-    evidence = resume(Evidence(), site, sandbox.undisturbed)
+    resume(evidence, site, sandbox.undisturbed)
     evidence.message = (
         f"Killed while {partial.name} was written, it resumed from the checkpoint before; "
         f"{evidence.steps_lost} steps were trained twice, nothing was left of it, and {BITWISE}."
     )
-    return evidence
 
 
 def _stop_while_saving(process: TrainingProcess, site: TrainingSite) -> Path:
@@ -309,34 +285,32 @@ def _stop_while_saving(process: TrainingProcess, site: TrainingSite) -> Path:
 @fault(
     does="Kills a run and cuts off half of a file of its newest checkpoint.",
     must="It names the file and resumes from the checkpoint before; the rest is bitwise the same.",
+    begins="killed",
 )
-def truncated_checkpoint(sandbox: Sandbox) -> Evidence:
-    site = sandbox.killed_mid_epoch("truncated-checkpoint")
+def truncated_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     path = site.newest_file(_WEIGHTS)
     os.truncate(path, path.stat().st_size // 2)
-    evidence = _resume_from_older(site, _WEIGHTS, sandbox.undisturbed)
+    _resume_from_older(evidence, site, _WEIGHTS, sandbox.undisturbed)
     evidence.message = (
         f"Half of {_WEIGHTS} was missing. It said so, resumed from the checkpoint before and "
         f"trained {evidence.steps_lost} steps twice; {BITWISE}."
     )
-    return evidence
 
 
 @fault(
     does="Kills a run and flips one random bit of its newest checkpoint.",
     must="It names the file and resumes from the checkpoint before; the rest is bitwise the same.",
+    begins="killed",
 )
-def bit_rot_in_checkpoint(sandbox: Sandbox) -> Evidence:
-    site = sandbox.killed_mid_epoch("bit-rot-in-checkpoint")
+def bit_rot_in_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     path = site.newest_file(_OPTIMIZER)
     bit = random.randrange(8 * path.stat().st_size)  # noqa: S311 - not a secret
     flip(path, bit)
-    evidence = _resume_from_older(site, _OPTIMIZER, sandbox.undisturbed)
+    _resume_from_older(evidence, site, _OPTIMIZER, sandbox.undisturbed)
     evidence.message = (
         f"Bit {bit} of {_OPTIMIZER} was flipped. It said so, resumed from the checkpoint before "
         f"and trained {evidence.steps_lost} steps twice; {BITWISE}."
     )
-    return evidence
 
 
 def flip(path: Path, bit: int) -> None:
@@ -350,8 +324,7 @@ def flip(path: Path, bit: int) -> None:
     does="Leaves a run no room for further checkpoints; then makes room and starts it again.",
     must="It says what is lost: the steps since the last whole checkpoint, and nothing else.",
 )
-def disk_full_while_saving(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("disk-full-while-saving"), Evidence()
+def disk_full_while_saving(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with site.launch() as process:
         process.wait_for_checkpoints(1)
         limit_file_size(process.pid, _ROOM_BYTES)
@@ -372,7 +345,6 @@ def disk_full_while_saving(sandbox: Sandbox) -> Evidence:
         "lost, and ended with an error. Started again, with room, it trained "
         f"{evidence.steps_lost} steps twice; {BITWISE}."
     )
-    return evidence
 
 
 def limit_file_size(pid: int, num_bytes: int) -> None:
@@ -384,7 +356,7 @@ def limit_file_size(pid: int, num_bytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> Evidence:
+def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> None:
     """Start the same command again, wait for the end of the run, and check the results."""
     newest = site.run.checkpoint_steps()[-1]
     with site.launch() as process:
@@ -394,12 +366,12 @@ def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) ->
     evidence.expect_lost_steps_reported(found, newest, process.output)
     if found:
         evidence.detected_seconds = found.at - process.began
-    return evidence
 
 
-def _resume_from_older(site: TrainingSite, damaged: str, undisturbed: TrainingSite) -> Evidence:
+def _resume_from_older(
+    evidence: Evidence, site: TrainingSite, damaged: str, undisturbed: TrainingSite
+) -> None:
     """Resume a run whose newest checkpoint has a damaged file, and check the results."""
-    evidence = Evidence()
     older, newest = site.run.checkpoint_steps()[-2:]
     with site.launch() as process:
         warning = process.wait_for_event("checkpoint_damaged")
@@ -416,7 +388,6 @@ def _resume_from_older(site: TrainingSite, damaged: str, undisturbed: TrainingSi
     evidence.expect_lost_steps_reported(found, older, process.output)
     at = warning or found
     evidence.detected_seconds = at.at - process.began if at else None
-    return evidence
 
 
 def _expect_resumed_run(

@@ -182,9 +182,11 @@ def _is_whole(run: RunDirectory, step: int) -> bool:
         "The other takes its checkpoint over within 5 s; each checkpoint is evaluated once; the "
         "run is bitwise the same."
     ),
+    recipe=_recipe(_SOLVER_STEPS),
 )
-def evaluator_killed_while_sampling(sandbox: Sandbox) -> Evidence:
-    site = sandbox.fresh("evaluator-killed-while-sampling", _recipe(_SOLVER_STEPS))
+def evaluator_killed_while_sampling(
+    sandbox: Sandbox, site: TrainingSite, evidence: Evidence
+) -> None:
     with _two_servers(site, slow_from=30) as (first, second, process):
         step = first.wait_for_video()
         os.kill(first.pid, signal.SIGKILL)
@@ -210,7 +212,6 @@ def evaluator_killed_while_sampling(sandbox: Sandbox) -> Evidence:
         f"again; all {count} checkpoints were evaluated once, and every step of the training is "
         "bitwise the undisturbed run's."
     )
-    return evidence
 
 
 @contextmanager
@@ -230,9 +231,9 @@ def _two_servers(
 @fault(
     does="Lets two evaluation servers evaluate one run.",
     must="They share its checkpoints; each is evaluated once; the run is bitwise the same.",
+    recipe=_recipe(_SOLVER_STEPS),
 )
-def two_evaluators(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("two-evaluators", _recipe(_SOLVER_STEPS)), Evidence()
+def two_evaluators(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     # From step 20 on a checkpoint is due every 2.5 s, when both servers have long been started.
     with _two_servers(site, slow_from=20) as (first, second, process):
         process.finish()
@@ -249,7 +250,6 @@ def two_evaluators(sandbox: Sandbox) -> Evidence:
         f"They evaluated {counts} checkpoints, each once; every step of the training is bitwise "
         "the undisturbed run's."
     )
-    return evidence
 
 
 @dataclass
@@ -267,10 +267,11 @@ class _HeldCheckpoints:
         "What is held is kept; what is deleted nevertheless is reported as gone, or was read "
         "before; the run is bitwise the same."
     ),
+    recipe=_recipe(_MANY_SOLVER_STEPS),
 )
-def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
-    name = "checkpoint-deleted-under-evaluator"
-    site, evidence = sandbox.fresh(name, _recipe(_MANY_SOLVER_STEPS)), Evidence()
+def checkpoint_deleted_under_evaluator(
+    sandbox: Sandbox, site: TrainingSite, evidence: Evidence
+) -> None:
     changes = (f"checkpoint.keep={_KEEP}", "checkpoint.every=1", "evaluation.hold_waiting=0")
     seen = _HeldCheckpoints()
     with (
@@ -289,7 +290,6 @@ def checkpoint_deleted_under_evaluator(sandbox: Sandbox) -> Evidence:
         f"that were deleted although they were held {gone} are recorded as gone, and all others "
         "were read before. Every step of the training is bitwise the undisturbed run's."
     )
-    return evidence
 
 
 def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
@@ -360,9 +360,9 @@ def _ends(run: RunDirectory, step: int) -> list[str | None]:
         "It is not sampled before it is whole, and within 5 s then, once; the other checkpoint is "
         "evaluated meanwhile."
     ),
+    begins="killed",
 )
-def half_synced_checkpoint(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.killed_mid_epoch("half-synced-checkpoint"), Evidence()
+def half_synced_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     run, trainer = site.run, RunDirectory(site.folder / "cluster")
     early, late = run.checkpoint_steps()[-2:]
     trainer.path.mkdir()
@@ -397,7 +397,6 @@ def half_synced_checkpoint(sandbox: Sandbox) -> Evidence:
         f"Step {late} was not tried while files were short, and refused while their bytes were "
         f"wrong; it was evaluated once, {seconds:.1f} s after it was whole; the other meanwhile."
     )
-    return evidence
 
 
 def _write_preset(site: TrainingSite, preset: dict[str, Any]) -> None:
@@ -430,15 +429,14 @@ def _copy(
 @fault(
     does="Lets a run's EMA get a little brighter from checkpoint to checkpoint.",
     must="No loss shows it; the evaluator raises the alarm, and none before it.",
+    begins="undisturbed",
 )
-def brightness_drift(sandbox: Sandbox) -> Evidence:
+def brightness_drift(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     """Increase the bias of the EMA's last layer from checkpoint to checkpoint.
 
     The loss is computed with the raw weights and videos are sampled from the EMA, so only videos
     show the drift.
     """
-    evidence = Evidence()
-    site = sandbox.undisturbed.copied_to(sandbox.undisturbed.folder.with_name("brightness-drift"))
     before = site.run.checkpoint_steps()
     steps = _brighten(site.run, _BRIGHTER_TIMES, _BRIGHTER, _BRIGHTER_STEPS)
     _write_preset(site, _DRIFT_PRESET)
@@ -453,7 +451,6 @@ def brightness_drift(sandbox: Sandbox) -> Evidence:
         f"{_BRIGHTER_TIMES * _BRIGHTER * 127.5:.0f} grey levels, and no loss changed. The "
         f"evaluator said: {' '.join(each['message'] for each in _drifts(site.run, steps[-1]))}"
     )
-    return evidence
 
 
 def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> list[int]:
@@ -513,12 +510,11 @@ def _drifts(run: RunDirectory, step: int) -> list[evaluation_dir.Alarm]:
         "W&B once it can be written to."
     ),
 )
-def tracker_down(sandbox: Sandbox) -> Evidence:
+def tracker_down(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     try:
         refuse_missing_packages(TrackingSection(wandb="online"))
     except errors.RecipeError as error:
         raise NotPossibleHereError("W&B is not installed: pip install 'longtake[wandb]'") from error
-    site, evidence = sandbox.fresh("tracker-down"), Evidence()
     run, seen = site.run, None
     changes = ("tracking.wandb=online", "tracking.tensorboard=true")
     with _environment(_UNREACHABLE), site.launch(*changes) as process:
@@ -538,7 +534,6 @@ def tracker_down(sandbox: Sandbox) -> Evidence:
         "The run is bitwise the undisturbed one; TensorBoard has every row, and so has W&B since "
         "it can be written to."
     )
-    return evidence
 
 
 @contextmanager

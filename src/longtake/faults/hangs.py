@@ -14,7 +14,6 @@ from longtake.faults.sandbox import (
     NODE_POLL_SECONDS,
     ON_TWO_RANKS,
     Injection,
-    InjectionKind,
     ObservedEvent,
     RunObserver,
     Sandbox,
@@ -38,73 +37,64 @@ _RANK_NAMED = "It is named with its line in 15 s, and it is said which rank wait
 
 
 @fault(
+    name="worker-stopped-between-clips",
+    does="Stops a decode worker (SIGSTOP) while it waits for its next clip.",
+    must="It is named in 15 s with the clip that it was given, at the terminal too, and replaced.",
+    how="idle",
+)
+@fault(
     name="frozen-loader-worker-stopped",
     family="frozen-loader-worker",
     does="Stops a decode worker (SIGSTOP) while it decodes a clip.",
     must=_WORKER_NAMED,
-    kind=None,
+    how="decoding",
 )
 @fault(
     name="frozen-loader-worker-holding-gil",
     family="frozen-loader-worker",
     does="Lets a decode worker wait for ever in a C library that holds the GIL.",
     must=_WORKER_NAMED,
-    kind="freeze-worker-holding-gil",
+    how="freeze-worker-holding-gil",
 )
 @fault(
     name="frozen-loader-worker-in-c",
     family="frozen-loader-worker",
     does="Lets a decode worker wait for ever in a C library that released the GIL.",
     must=_WORKER_NAMED,
-    kind="freeze-worker-in-c",
+    how="freeze-worker-in-c",
 )
-def frozen_loader_worker(sandbox: Sandbox, name: str, kind: InjectionKind | None) -> Evidence:
-    site, evidence = sandbox.fresh(name), Evidence()
-    inject = Injection(kind, _WINDOWS) if kind else None
+def frozen_loader_worker(
+    sandbox: Sandbox, site: TrainingSite, evidence: Evidence, how: str
+) -> None:
+    """Stop a worker while it is idle or decoding, or have it hang by an injection."""
+    is_stopped = how in ("idle", "decoding")
+    inject = None if is_stopped else Injection(how, _WINDOWS)
     with site.launch(*_WORKER_CHANGES, inject=inject) as process:
-        if kind:
-            hang = process.wait_for_hang()
-        else:
+        if is_stopped:
             process.wait_for_rows(USUAL_STEPS)
+        if how == "idle":
+            hang = stop_while_idle(process, heartbeat.heartbeat_dir(site.run.path))
+        elif how == "decoding":
             hang = stop_while_decoding(process, site.clips)
+        else:
+            hang = process.wait_for_hang()
         found, diagnosis = _wait_for_stall(process, site)
         expect_diagnosis(evidence, found, diagnosis, hang, rank=0, waiting=[0])
         ended = process.wait_for_node_event("restarted_worker") if found else None
         process.finish()
         _expect_one_stall(evidence, process)
+    sentence = str(diagnosis.get("sentence"))
+    if how == "idle":
+        evidence.expect_output(process.output, sentence)
+        evidence.expect("which it was given" in sentence, f"it names no clip: {sentence}")
     pid = ended.event["pid"] if ended else None
     wrong = f"process {hang.pid} was to be ended by the watcher, and {pid} was"
     evidence.expect(pid == hang.pid, wrong)
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     evidence.message = (
-        f"{diagnosis.get('sentence')} It was ended, another worker read its clip, and every step "
-        "is bitwise the undisturbed run's."
+        f"{sentence} It was ended, another worker read its clip, and every step is bitwise the "
+        "undisturbed run's."
     )
-    return evidence
-
-
-@fault(
-    does="Stops a decode worker (SIGSTOP) while it waits for its next clip.",
-    must="It is named in 15 s with the clip that it was given, at the terminal too, and replaced.",
-)
-def worker_stopped_between_clips(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("worker-stopped-between-clips"), Evidence()
-    with site.launch(*_WORKER_CHANGES) as process:
-        process.wait_for_rows(USUAL_STEPS)
-        hang = stop_while_idle(process, heartbeat.heartbeat_dir(site.run.path))
-        found, diagnosis = _wait_for_stall(process, site)
-        expect_diagnosis(evidence, found, diagnosis, hang, rank=0, waiting=[0])
-        ended = process.wait_for_node_event("restarted_worker") if found else None
-        process.finish()
-        _expect_one_stall(evidence, process)
-        sentence = str(diagnosis.get("sentence"))
-        evidence.expect_output(process.output, sentence)
-    evidence.expect("which it was given" in sentence, f"it names no clip: {sentence}")
-    pid = ended.event["pid"] if ended else None
-    evidence.expect(pid == hang.pid, f"process {hang.pid} was to be ended, and {pid} was")
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
-    evidence.message = f"{sentence} It was ended, and every step is bitwise the undisturbed run's."
-    return evidence
 
 
 @fault(
@@ -128,12 +118,10 @@ def worker_stopped_between_clips(sandbox: Sandbox) -> Evidence:
     must=_RANK_NAMED,
     kind="hang-rank-1-asleep",
 )
-def hung_rank(sandbox: Sandbox, name: str, kind: InjectionKind) -> Evidence:
-    site, evidence = sandbox.fresh(name), Evidence()
+def hung_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence, kind: str) -> None:
     with launch_with_hang(site, kind) as process:
         hang = process.wait_for_hang()
         evidence.message = expect_rank_named(evidence, process, site, hang)
-    return evidence
 
 
 @fault(
@@ -141,8 +129,7 @@ def hung_rank(sandbox: Sandbox, name: str, kind: InjectionKind) -> Evidence:
     does="Stops one rank of two (SIGSTOP), and continues it when it was named.",
     must="It is named with its line in 15 s; then the run continues, and nothing is lost.",
 )
-def hung_rank_stopped(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("hung-rank-stopped"), Evidence()
+def hung_rank_stopped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with launch_with_hang(site, "hang-rank-1-stopped") as process:
         hang = process.wait_for_hang()
         sentence = expect_rank_named(evidence, process, site, hang)
@@ -153,15 +140,13 @@ def hung_rank_stopped(sandbox: Sandbox) -> Evidence:
     evidence.expect(cleared is not None, "no event says that the stall ended")
     evidence.expect_near(site, sandbox.undisturbed)
     evidence.message = f"{sentence} Continued, it trained to its end, and nothing was lost."
-    return evidence
 
 
 @fault(
     does="Stops one rank of two (SIGSTOP), continues it when it was named, and stops it again.",
     must="Both are named in 15 s, at the terminal of `longtake launch` too, and nothing is lost.",
 )
-def hang_after_a_cleared_hang(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("hang-after-a-cleared-hang"), Evidence()
+def hang_after_a_cleared_hang(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     sentences = list[str]()
     changes = (*ON_TWO_RANKS, "checkpoint.every=1000")  # the limit of a save is longer
     with site.launch(*changes, ranks=2, restarts=1) as process:
@@ -186,7 +171,6 @@ def hang_after_a_cleared_hang(sandbox: Sandbox) -> Evidence:
         process.finish()
     evidence.expect_near(site, sandbox.undisturbed)
     evidence.message = f"{sentences[-1]} It was the second time, and nothing was lost."
-    return evidence
 
 
 @fault(
@@ -194,8 +178,7 @@ def hang_after_a_cleared_hang(sandbox: Sandbox) -> Evidence:
     does="Lets one rank of two sleep for ever, with watch.action = kill and torchrun's restarts.",
     must="It is named and killed; all ranks resume from the last checkpoint, and the run finishes.",
 )
-def hung_rank_killed(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("hung-rank-killed"), Evidence()
+def hung_rank_killed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with launch_with_hang(site, "hang-rank-1-asleep", "watch.action=kill", restarts=1) as process:
         hang = process.wait_for_hang()
         sentence = expect_rank_named(evidence, process, site, hang)
@@ -214,11 +197,10 @@ def hung_rank_killed(sandbox: Sandbox) -> Evidence:
         f"{sentence} It was killed, and torchrun started all ranks again: {seconds:.1f} s after "
         f"the hang the run resumed, and trained {evidence.steps_lost} steps twice."
     )
-    return evidence
 
 
 def launch_with_hang(
-    site: TrainingSite, kind: InjectionKind, *changes: str, restarts: int = 0
+    site: TrainingSite, kind: str, *changes: str, restarts: int = 0
 ) -> TrainingProcess:
     inject, changes = Injection(kind, _STEP), ("data.workers=1", *changes)
     return site.launch(*changes, ranks=2, inject=inject, restarts=restarts)

@@ -4,7 +4,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from longtake.faults.faulty_processes import CLOCK_FILE
 from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
 from longtake.faults.hangs import expect_rank_named, launch_with_hang
 from longtake.faults.registry import fault
-from longtake.faults.sandbox import Injection, InjectionKind, ObservedEvent, Sandbox, TrainingSite
+from longtake.faults.sandbox import Injection, ObservedEvent, Sandbox, TrainingSite
 from longtake.health.clock import STEP_SECONDS
 from longtake.process import program, start
 
@@ -51,8 +51,9 @@ _SLOW_RANK_NAMED = (
     kind="slow-rank-1-by-10",
     share=0.1,
 )
-def slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) -> Evidence:
-    site, evidence = sandbox.fresh(name), Evidence()
+def slow_rank(
+    sandbox: Sandbox, site: TrainingSite, evidence: Evidence, kind: str, share: float
+) -> None:
     inject = Injection(kind, _SLOW_FROM_STEP)
     with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject, watch=_SLOW_SETTINGS) as process:
         process.wait_for_rows(_SLOW_FROM_STEP)
@@ -69,44 +70,56 @@ def slow_rank(sandbox: Sandbox, name: str, kind: InjectionKind, share: float) ->
             f"it is said to take {slower:.1%} longer, and takes {share:.0%} longer",
         )
         evidence.message = f"It said: {found.event['message']}"
-    return evidence
 
 
 @fault(
-    does=f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s.",
-    must="The step is reported with its size, to a millisecond; no stall is reported.",
-)
-def clock_step_back(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("clock-step-back"), Evidence()
-    wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.5")
-    found = _train_by_wrong_clock(site, "clock_stepped", *wrong, slow_from=38)
-    expect_clock_event(evidence, site, found, "clock_stepped", within=3.0)
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
-    if found:
-        seconds = found.event["seconds"]
-        evidence.expect(
-            abs(seconds - _CLOCK_STEP_SECONDS) <= _LARGEST_STEP_ERROR_SECONDS,
-            f"it was said to be set by {seconds:+.6f} s, and was by {_CLOCK_STEP_SECONDS:+.6f} s",
-        )
-    return evidence
-
-
-@fault(
+    name="clock-slew",
     does=f"Lets the clock that a run's watcher reads run {_CLOCK_PPM:g} ppm too fast.",
     must="The slew is reported with its rate; no step and no stall is reported.",
+    kind="clock_slewed",
+    wrong=("--ppm", str(_CLOCK_PPM)),
+    slow_from=4,
+    within=20.0,
+    key="ppm",
+    size=(_CLOCK_PPM, _LARGEST_PPM_ERROR),
 )
-def clock_slew(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("clock-slew"), Evidence()
-    found = _train_by_wrong_clock(site, "clock_slewed", "--ppm", str(_CLOCK_PPM), slow_from=4)
-    expect_clock_event(evidence, site, found, "clock_slewed", within=20.0)
+@fault(
+    name="clock-step-back",
+    does=f"Sets the clock that a run's watcher reads by {_CLOCK_STEP_SECONDS:g} s.",
+    must="The step is reported with its size, to a millisecond; no stall is reported.",
+    kind="clock_stepped",
+    wrong=("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.5"),
+    slow_from=38,
+    within=3.0,
+    key="seconds",
+    size=(_CLOCK_STEP_SECONDS, _LARGEST_STEP_ERROR_SECONDS),
+)
+def wrong_clock(
+    sandbox: Sandbox,
+    site: TrainingSite,
+    evidence: Evidence,
+    kind: node_dir.NodeEventKind,
+    wrong: Sequence[str],
+    slow_from: int,
+    within: float,
+    key: str,
+    size: tuple[float, float],
+) -> None:
+    """Train with a watcher of a wrong clock; `size` is what it must report, and the error."""
+    inject = Injection("slow-steps", slow_from)
+    with site.launch("watch.enabled=false", inject=inject) as process:
+        process.wait_for_rows(1)
+        with _watcher_with_wrong_clock(site, *wrong):
+            found = process.wait_for_node_event(kind, _is_clock_event)
+            process.finish()
+    expect_clock_event(evidence, site, found, kind, within)
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     if found:
-        ppm = found.event["ppm"]
+        (expected, largest_error), told = size, found.event[key]
         evidence.expect(
-            abs(ppm - _CLOCK_PPM) <= _LARGEST_PPM_ERROR,
-            f"it was said to be {ppm:+.0f} ppm fast, and was {_CLOCK_PPM:+.0f}",
+            abs(told - expected) <= largest_error,
+            f"its {key} were said to be {told:+.6f}, and were {expected:+.6f}",
         )
-    return evidence
 
 
 @fault(
@@ -116,10 +129,9 @@ def clock_slew(sandbox: Sandbox) -> Evidence:
     ),
     must="The sentences of the stall and of the failed collective name the step of the clock.",
 )
-def clock_step_during_collective(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("clock-step-during-collective"), Evidence()
-    kind: InjectionKind = "hang-rank-1-in-collective"
-    with launch_with_hang(site, kind, "watch.enabled=false", restarts=1) as process:
+def clock_step_during_collective(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+    collective = "hang-rank-1-in-collective"
+    with launch_with_hang(site, collective, "watch.enabled=false", restarts=1) as process:
         hang = process.wait_for_hang()
         wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.0")
         with _watcher_with_wrong_clock(site, *wrong):
@@ -135,20 +147,6 @@ def clock_step_during_collective(sandbox: Sandbox) -> Evidence:
         f"{sentence} Rank 1 was killed, and the message of the collective that failed in rank 0 "
         f"says the same of the clock; {evidence.steps_lost} steps were trained twice."
     )
-    return evidence
-
-
-def _train_by_wrong_clock(
-    site: TrainingSite, kind: node_dir.NodeEventKind, *arguments: str, slow_from: int
-) -> ObservedEvent | None:
-    """Train a run whose only watcher has a wrong clock, and return that watcher's event."""
-    inject = Injection("slow-steps", slow_from)
-    with site.launch("watch.enabled=false", inject=inject) as process:
-        process.wait_for_rows(1)
-        with _watcher_with_wrong_clock(site, *arguments):
-            found = process.wait_for_node_event(kind, _is_clock_event)
-            process.finish()
-    return found
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from longtake.guard.history import GROUPS
 from longtake.models.components import Components, assemble
 from longtake.models.numerics import Precision
 from longtake.models.objective import FlowBatch, flow_losses
-from longtake.parallel import fsdp, mesh
+from longtake.parallel import fsdp
 from longtake.training import build, loop, train
 from longtake.training import step as training_step
 from longtake.training.guard_runner import GuardRunner
@@ -216,37 +216,30 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
     return step._replace(compute=compute, losses=losses)
 
 
-def slow_steps(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    return _slowed(step, lambda at, world: (sandbox.PACE_SECONDS if at >= trigger.at else 0.0, 0.0))
-
-
-def slow_rank(trigger: Trigger, step: StepFunctions, share: float) -> StepFunctions:
-    """Let rank 1 take longer by the fraction `share` from a step on.
-
-    All ranks are slowed by a constant from the first step, as the step time of such a small model
-    alone varies by more than `share`.
-    """
-    return _slowed(
-        step,
-        lambda at, world: (
-            sandbox.SLOW_PACE_SECONDS,
-            share if at >= trigger.at and world.rank == _RANK else 0.0,
-        ),
-    )
-
-
-def _slowed(
-    step: StepFunctions, delay: Callable[[int, mesh.World], tuple[float, float]]
+def slow(
+    trigger: Trigger,
+    step: StepFunctions,
+    seconds: float = 0.0,
+    later_seconds: float = 0.0,
+    share: float = 0.0,
 ) -> StepFunctions:
-    """Delay the forward pass by seconds, and then by a fraction of its time so far.
+    """Delay the forward pass.
 
-    `delay` returns both for a step and a world.
+    Args:
+        trigger: the step from which on `later_seconds` and `share` hold.
+        step: the functions to delay.
+        seconds: delay on all ranks from the first step. The step time of such a small model alone
+            varies by more than `share`.
+        later_seconds: further delay on all ranks.
+        share: fraction of its time by which rank 1 takes longer.
     """
-    began, seconds, share = 0.0, 0.0, 0.0
+    began, delay, of_time = 0.0, 0.0, 0.0
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
-        nonlocal began, seconds, share
-        seconds, share = delay(state.global_step, session.world)
+        nonlocal began, delay, of_time
+        is_due = state.global_step >= trigger.at
+        delay = seconds + later_seconds * is_due
+        of_time = share if is_due and session.world.rank == _RANK else 0.0
         began = time.perf_counter()
         return step.compute(session, state, batch)
 
@@ -254,14 +247,14 @@ def _slowed(
         parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
     ) -> Tensor:
         found = step.losses(parts, examples, precision, device)
-        time.sleep(seconds)
-        time.sleep(share * (time.perf_counter() - began))
+        time.sleep(delay)
+        time.sleep(of_time * (time.perf_counter() - began))
         return found
 
     return step._replace(compute=compute, losses=losses)
 
 
-INJECTIONS: dict[sandbox.InjectionKind, Callable[[Trigger, StepFunctions], StepFunctions]] = {
+INJECTIONS: dict[str, Callable[[Trigger, StepFunctions], StepFunctions]] = {
     "poison": poison,
     "raise-rate": raise_rate,
     "raise-norm": raise_norm,
@@ -276,9 +269,9 @@ INJECTIONS: dict[sandbox.InjectionKind, Callable[[Trigger, StepFunctions], StepF
     "hang-rank-1-holding-gil": partial(hang_rank, how=faulty_processes.holding_gil),
     "hang-rank-1-stopped": partial(hang_rank, how=faulty_processes.stopped),
     "hang-rank-1-in-collective": partial(hang_rank, how=in_collective),
-    "slow-rank-1-by-10": partial(slow_rank, share=0.1),
-    "slow-rank-1-by-30": partial(slow_rank, share=0.3),
-    "slow-steps": slow_steps,
+    "slow-rank-1-by-10": partial(slow, seconds=sandbox.SLOW_PACE_SECONDS, share=0.1),
+    "slow-rank-1-by-30": partial(slow, seconds=sandbox.SLOW_PACE_SECONDS, share=0.3),
+    "slow-steps": partial(slow, later_seconds=sandbox.PACE_SECONDS),
 }
 
 
@@ -311,8 +304,7 @@ def main() -> None:
     parser.add_argument("at", type=int)
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
-    kind: sandbox.InjectionKind = given.kind
-    step = INJECTIONS[kind](Trigger(given.at, given.lasting), StepFunctions())
+    step = INJECTIONS[given.kind](Trigger(given.at, given.lasting), StepFunctions())
     path = Path(f"weights_of_rank_{os.environ.get('RANK', '0')}.sha256")
     _with_checksum(step, path).install()
     vars(train).update(GuardRunner=partial(GuardRunner, **given.guard))

@@ -31,10 +31,6 @@ from longtake.process import read_stat
 
 _FULL_SECONDS = 3.0
 _FULL_FROM_STEP = 20
-_WATCHER_KILLED_STEP = 38
-_NEW_WATCHER_SECONDS = 5.0
-_WATCHER_STOPPED_STEP = 3
-_NEXT_WATCHER_SECONDS = 20.0
 _DISK_LIMIT_SECONDS = 20.0  # includes the watcher's attempts to read the frozen disk
 _DISK_BYTES = 64 * 2**20
 _FREEZE, _THAW = 0xC0045877, 0xC0045878  # FIFREEZE and FITHAW of <linux/fs.h>
@@ -45,8 +41,7 @@ _KILL_STEPS = range(8, 30)  # there is a checkpoint, and the run is far from its
     does="Leaves a run's watcher no room on the disk, then the run itself; then starts it again.",
     must="The watcher survives and reports it; the run says what is wrong; nothing else is lost.",
 )
-def full_run_disk(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("full-run-disk"), Evidence()
+def full_run_disk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with site.launch(inject=Injection("slow-steps", _FULL_FROM_STEP)) as process:
         process.wait_for_rows(_FULL_FROM_STEP)
         watcher = process.wait_for_watcher()
@@ -62,7 +57,7 @@ def full_run_disk(sandbox: Sandbox) -> Evidence:
         found = process.wait_for_node_event("disk_full")
         evidence.expect_event(found, at, "no event tells that the watcher found no room")
         if found is None:  # and the run has ended
-            return evidence
+            return
         pid = process.wait_for_watcher()
         evidence.expect(pid == watcher, f"the watcher was process {watcher}, and {pid} afterwards")
         step = len(site.run.metrics())
@@ -81,57 +76,38 @@ def full_run_disk(sandbox: Sandbox) -> Evidence:
         f"an error. Started again, with room, it trained {evidence.steps_lost} steps twice; "
         f"{BITWISE}."
     )
-    return evidence
+
+
+def _kill(pid: int) -> float:
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
 
 
 @fault(
-    does="Kills a run's watcher (SIGKILL).",
-    must="The run continues, bitwise the same, and has another watcher within 5 s.",
-)
-def dead_watcher(sandbox: Sandbox) -> Evidence:
-
-    def kill(pid: int) -> float:
-        os.kill(pid, signal.SIGKILL)
-        return time.monotonic()
-
-    site, step = sandbox.fresh("dead-watcher"), _WATCHER_KILLED_STEP
-    evidence, pid, _ = _without_watcher(sandbox, site, step, kill, _NEW_WATCHER_SECONDS)
-    evidence.message = (
-        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was killed there was another; "
-        "every step is bitwise the undisturbed run's."
-    )
-    return evidence
-
-
-@fault(
+    name="watcher-stopped",
     does="Stops a run's watcher (SIGSTOP).",
     must="The run continues, bitwise the same, and has another watcher within 20 s.",
+    disable=stop,
+    step=3,
+    within=20.0,
 )
-def watcher_stopped(sandbox: Sandbox) -> Evidence:
-    site, step = sandbox.fresh("watcher-stopped"), _WATCHER_STOPPED_STEP
-    evidence, pid, is_gone = _without_watcher(sandbox, site, step, stop, _NEXT_WATCHER_SECONDS)
-    evidence.expect(is_gone, f"process {pid} is still there")
-    evidence.message = (
-        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was stopped it had been ended "
-        "and there was another; every step is bitwise the undisturbed run's."
-    )
-    return evidence
-
-
-def _without_watcher(
+@fault(
+    name="dead-watcher",
+    does="Kills a run's watcher (SIGKILL).",
+    must="The run continues, bitwise the same, and has another watcher within 5 s.",
+    disable=_kill,
+    step=38,
+    within=5.0,
+)
+def lost_watcher(
     sandbox: Sandbox,
     site: TrainingSite,
-    step: int,
+    evidence: Evidence,
     disable: Callable[[int], float | None],
+    step: int,
     within: float,
-) -> tuple[Evidence, int, bool]:
-    """Train to the end after the watcher was disabled at a step.
-
-    Returns:
-        The evidence, the pid of the disabled watcher, and True if that process was gone when the
-        next watcher started.
-    """
-    evidence = Evidence()
+) -> None:
+    """Disable the watcher at a step, and train to the end."""
     with site.launch(inject=Injection("slow-steps", step)) as process:
         process.wait_for_rows(step)
         pid = process.wait_for_watcher()
@@ -141,18 +117,21 @@ def _without_watcher(
         found = process.wait_for_node_event("watcher_started", lambda event: event["pid"] != pid)
         is_gone = read_stat(pid) is None
         process.finish()
-    none = f"no watcher has replaced process {pid}"
-    evidence.expect_event(found, at, none, within=within)
+    evidence.expect_event(found, at, f"no watcher has replaced process {pid}", within=within)
+    if disable is stop:  # a killed one may still be waited for by its parent
+        evidence.expect(is_gone, f"process {pid} is still there")
     evidence.expect_undisturbed(site, sandbox.undisturbed)
-    return evidence, pid, is_gone
+    evidence.message = (
+        f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was disabled, it had ended "
+        "and there was another; every step is bitwise the undisturbed run's."
+    )
 
 
 @fault(
     does="Freezes the file system of the run directory (fsfreeze) until the hang was named.",
     must="Terminal and hook name it while it is frozen; then the run continues, bitwise the same.",
 )
-def run_disk_frozen(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("run-disk-frozen"), Evidence()
+def run_disk_frozen(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     hook = site.folder / "alerts.jsonl"
     with _own_disk(site.run.path), site.launch(f"watch.hook=cat >> {hook}") as process:
         process.wait_for_rows(USUAL_STEPS)
@@ -177,7 +156,6 @@ def run_disk_frozen(sandbox: Sandbox) -> Evidence:
         evidence.expect(cleared is not None, "no event says that the stall ended")
         evidence.expect_undisturbed(site, sandbox.undisturbed)
     evidence.message = f"{sentence} Terminal and hook said so while the disk was frozen."
-    return evidence
 
 
 def _stalls_of(hook: Path) -> Iterator[dict[str, Any]]:
@@ -228,8 +206,7 @@ def _frozen(folder: Path) -> Iterator[float]:
     does="Kills one rank of two (SIGKILL) after a random step of `longtake launch`.",
     must="It is named; both resume from the newest checkpoint, and the end is bitwise the same.",
 )
-def kill_rank(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("kill-rank"), Evidence()
+def kill_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     undisturbed = sandbox.undisturbed_on_two_ranks
     step = random.choice(_KILL_STEPS)  # noqa: S311 - not a secret
     with site.launch(*ON_TWO_RANKS, ranks=2, restarts=1) as process:
@@ -246,7 +223,6 @@ def kill_rank(sandbox: Sandbox) -> Evidence:
         f"Rank 1 was killed after step {step} and named; {recovery.seconds:.1f} s later a step was "
         f"trained again, and {evidence.steps_lost} steps twice; {BITWISE}."
     )
-    return evidence
 
 
 def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float) -> Recovery:
@@ -261,8 +237,7 @@ def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float)
     does="Trains on two ranks, resumes with one, and then with two again.",
     must="No clip is repeated or missing; losses and weights are the same but for rounding.",
 )
-def world_2_1_2(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("world-2-1-2"), Evidence()
+def world_2_1_2(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     for ranks, num_checkpoints in ((2, 2), (1, 4)):
         with site.launch(*ON_TWO_RANKS, ranks=ranks) as process:
             process.wait_for_checkpoints(num_checkpoints)
@@ -278,4 +253,3 @@ def world_2_1_2(sandbox: Sandbox) -> Evidence:
         f"was repeated or missing, and the weights end {distance:.0e} (relative: rounding) from "
         "those of two ranks all the time."
     )
-    return evidence

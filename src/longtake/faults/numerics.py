@@ -1,6 +1,7 @@
 """Numerical faults: NaN, loss spikes, slow divergence, weights that change between epochs."""
 
 import math
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
@@ -36,22 +37,19 @@ _LARGEST_LOSS_ERROR = 1e-3  # relative error of a loss whose sums round differen
     does="Makes one number of one parameter's gradient NaN, in one step.",
     must="That update alone is skipped, and the message names the parameter.",
 )
-def nan_gradient(sandbox: Sandbox) -> expect.Evidence:
-    site, evidence = sandbox.fresh("nan-gradient"), expect.Evidence()
+def nan_gradient(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence) -> None:
     _train(site, Injection("lose-gradient", _NAN_STEP))
     _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
     evidence.expect_equal(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
     said = _expect_named(evidence, site.run, NAN_PARAMETER)
     evidence.message = f"That update was skipped, and it said: {said}"
-    return evidence
 
 
 @fault(
     does="Makes one number of a gradient NaN on one rank of two, in one step.",
     must="Both skip that update, and keep equal weights; the message names the rank.",
 )
-def nan_on_one_rank(sandbox: Sandbox) -> expect.Evidence:
-    site, evidence = sandbox.fresh("nan-on-one-rank"), expect.Evidence()
+def nan_on_one_rank(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence) -> None:
     _train(site, Injection("lose-gradient-on-rank-1", _NAN_STEP), *ON_TWO_RANKS, ranks=2)
     _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
     error = expect.largest_loss_error(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
@@ -63,59 +61,57 @@ def nan_on_one_rank(sandbox: Sandbox) -> expect.Evidence:
     evidence.message = (
         f"Both ranks skipped that update and ended with equal weights. It said: {said}"
     )
-    return evidence
 
 
 @fault(
-    does=f"Poisons {POISONED_BATCHES} batches of a run: their pixels are far too bright.",
-    must="It is found at its first step; the run rolls back and excludes these batches.",
-)
-def loss_spike(sandbox: Sandbox) -> expect.Evidence:
-    site, evidence = sandbox.fresh("loss-spike", LONG_RECIPE), expect.Evidence()
-    _train(site, Injection("poison", _POISONED_BATCH))
-    _expect_rollback(evidence, site, _POISONED_BATCH, "spike", sandbox.undisturbed_long)
-    if not evidence.complaints:
-        last = _POISONED_BATCH + POISONED_BATCHES - 1
-        evidence.message = (
-            f"Batches {_POISONED_BATCH} to {last} were poisoned, and of the first it said: "
-            f"{_rollback_message(site, sandbox.undisturbed_long)}"
-        )
-    return evidence
-
-
-@fault(
-    does=f"Raises the learning rate of a run's attention {RATE_FACTOR:g}fold from a step on.",
-    must=f"It is found within {_RATE_WITHIN_STEPS} steps, by name; the run rolls back.",
-)
-def slow_divergence(sandbox: Sandbox) -> expect.Evidence:
-    site, evidence = sandbox.fresh("slow-divergence", LONG_RECIPE), expect.Evidence()
-    _train(site, Injection("raise-rate", _RATE_STEP))
-    undisturbed = sandbox.undisturbed_long
-    _expect_rollback(
-        evidence, site, _RATE_STEP, "divergence", undisturbed, within_steps=_RATE_WITHIN_STEPS
-    )
-    if not evidence.complaints:
-        evidence.message = (
-            f"{evidence.detected_steps} steps later it said: {_rollback_message(site, undisturbed)}"
-        )
-    return evidence
-
-
-@fault(
+    name="weight-norm-step-at-epoch-end",
     does=f"Raises the norm of a run's weights by {NORM_FACTOR - 1:.1%} where an epoch ends.",
     must="It is found within an epoch; the message names the epoch boundary; the run rolls back.",
+    recipe=LONG_RECIPE,
+    inject=Injection("raise-norm", _NORM_STEP),
+    reason="edge_step",
+    within_steps=STEPS_PER_EPOCH,
+    told="It said",
+    names=(f"epoch {_NORM_EPOCH} of stage all begins",),
 )
-def weight_norm_step_at_epoch_end(sandbox: Sandbox) -> expect.Evidence:
-    site, evidence = sandbox.fresh("weight-norm-step-at-epoch-end", LONG_RECIPE), expect.Evidence()
-    _train(site, Injection("raise-norm", _NORM_STEP))
+@fault(
+    name="slow-divergence",
+    does=f"Raises the learning rate of a run's attention {RATE_FACTOR:g}fold from a step on.",
+    must=f"It is found within {_RATE_WITHIN_STEPS} steps, by name; the run rolls back.",
+    recipe=LONG_RECIPE,
+    inject=Injection("raise-rate", _RATE_STEP),
+    reason="divergence",
+    within_steps=_RATE_WITHIN_STEPS,
+    told="{steps} steps later it said",
+)
+@fault(
+    name="loss-spike",
+    does=f"Poisons {POISONED_BATCHES} batches of a run: their pixels are far too bright.",
+    must="It is found at its first step; the run rolls back and excludes these batches.",
+    recipe=LONG_RECIPE,
+    inject=Injection("poison", _POISONED_BATCH),
+    reason="spike",
+    within_steps=0,
+    told=f"{POISONED_BATCHES} batches from {_POISONED_BATCH} on were poisoned, and it said",
+)
+def rolled_back(
+    sandbox: Sandbox,
+    site: TrainingSite,
+    evidence: expect.Evidence,
+    inject: Injection,
+    reason: str,
+    within_steps: int,
+    told: str,
+    names: Sequence[str] = (),
+) -> None:
+    """Inject a fault for which the guard rolls back."""
+    _train(site, inject)
     undisturbed = sandbox.undisturbed_long
-    _expect_rollback(
-        evidence, site, _NORM_STEP, "edge_step", undisturbed, within_steps=STEPS_PER_EPOCH
-    )
-    _expect_named(evidence, site.run, f"epoch {_NORM_EPOCH} of stage all begins")
+    _expect_rollback(evidence, site, inject.at, reason, undisturbed, within_steps)
+    _expect_named(evidence, site.run, *names)
     if not evidence.complaints:
-        evidence.message = f"It said: {_rollback_message(site, undisturbed)}"
-    return evidence
+        begins = told.format(steps=evidence.detected_steps)
+        evidence.message = f"{begins}: {_rollback_message(site, undisturbed)}"
 
 
 def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1) -> None:
@@ -129,8 +125,7 @@ def _expect_rollback(
     at: int,
     reason: str,
     undisturbed: TrainingSite,
-    *,
-    within_steps: int = 0,
+    within_steps: int,
 ) -> None:
     """Expect that the fault is found in time, and one rollback excludes its batches."""
     run = site.run

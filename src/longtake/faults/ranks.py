@@ -18,33 +18,34 @@ _MOST_SHOWN = 400
     does="Gives one rank of two a recipe with another learning rate.",
     must="No step is trained; the message names the key, both values and both ranks.",
 )
-def recipe_differs_on_a_node(sandbox: sites.Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("recipe-differs-on-a-node"), Evidence()
+def recipe_differs_on_a_node(
+    sandbox: sites.Sandbox, site: sites.TrainingSite, evidence: Evidence
+) -> None:
     said = _train_nothing(evidence, site, "other-rate-on-rank-1")
     wanted = ("optimizer.learning_rate is", "0.003 on", "(rank 0)", "0.006 on", "(rank 1)")
     evidence.expect_output(said, "would not train the same", *wanted)
-    return evidence
 
 
 @fault(
     does="Lets one rank of two read a frozen weight that is a little larger.",
     must="No step is trained; the message names both ranks and the weight.",
 )
-def weights_differ_on_a_node(sandbox: sites.Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("weights-differ-on-a-node"), Evidence()
+def weights_differ_on_a_node(
+    sandbox: sites.Sandbox, site: sites.TrainingSite, evidence: Evidence
+) -> None:
     lora = ("trainable.kind=lora", "trainable.rank=2")
     said = _train_nothing(evidence, site, "other-weights-on-rank-1", *lora)
     wanted = ("Copies of the weights are unlike before step 1", "rank 0 (", "rank 1 (")
     evidence.expect_output(said, *wanted, "They differ in 1 of")
-    return evidence
 
 
 @fault(
     does="Flips the lowest bit of one weight on one rank of three, in one step.",
     must="It is named before a checkpoint has it; the run rolls back, and the end is bitwise same.",
 )
-def bit_flips_in_one_replica(sandbox: sites.Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("bit-flips-in-one-replica"), Evidence()
+def bit_flips_in_one_replica(
+    sandbox: sites.Sandbox, site: sites.TrainingSite, evidence: Evidence
+) -> None:
     undisturbed = sandbox.fresh("three-undisturbed")
     with undisturbed.launch(*_ON_THREE, ranks=3) as process:
         process.finish()
@@ -66,12 +67,9 @@ def bit_flips_in_one_replica(sandbox: sites.Sandbox) -> Evidence:
         evidence.expect_output(each["message"], *wanted)
         evidence.message = f"It went back {steps} and said: {each['message']}"
     evidence.expect_undisturbed(site, undisturbed)
-    return evidence
 
 
-def _train_nothing(
-    evidence: Evidence, site: sites.TrainingSite, kind: sites.InjectionKind, *changes: str
-) -> str:
+def _train_nothing(evidence: Evidence, site: sites.TrainingSite, kind: str, *changes: str) -> str:
     """Expect that two ranks end with an error before the first step, and return the message."""
     inject = sites.Injection(kind, 0)
     with site.launch(*sites.ON_TWO_RANKS, *changes, ranks=2, inject=inject) as process:

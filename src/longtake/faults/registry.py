@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from rich import box
 from rich.console import Console
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
     from longtake.faults.expect import Evidence
     from longtake.faults.sandbox import Sandbox
 
-Drill = Callable[..., "Evidence"]
+Drill = Callable[..., None]
 _ALL = "all"
 _MODULES = ("data", "stores", "numerics", "ranks", "hangs", "health", "nodes", "evaluation")
 _NAME_WIDTH = 18
@@ -86,22 +85,45 @@ _faults: dict[str, Fault] = {}
 
 
 def fault(
-    *, does: str, must: str, name: str = "", family: str = "", **arguments: object
+    *,
+    does: str,
+    must: str,
+    name: str = "",
+    family: str = "",
+    begins: Literal["new", "killed", "undisturbed"] = "new",
+    recipe: str | None = None,
+    **arguments: object,
 ) -> Callable[[Drill], Drill]:
     """Return a decorator that registers a drill as a fault.
+
+    A drill gets the sandbox, a training site of its own, an `Evidence` to fill, and `arguments`.
 
     Args:
         does: the fault, in one line.
         must: the required outcome, in one line.
-        name: name of the fault, if a drill has several decorators; the drill then gets it and
-            `arguments`. Default: the function's name with hyphens.
+        name: name of the fault, if a drill has several decorators. Default: the function's name
+            with hyphens.
         family: common name of several faults.
+        begins: state of the run at the site: not begun, killed in mid-epoch, or trained to its end.
+        recipe: recipe of a new run; None: the short one.
         arguments: further arguments of the drill.
     """
 
     def register(drill: Drill) -> Drill:
         known_as = name or drill.__name__.replace("_", "-")
-        run = partial(drill, name=name, **arguments) if name else drill
+
+        def run(sandbox: "Sandbox") -> "Evidence":
+            from longtake.faults.expect import Evidence
+            from longtake.faults.sandbox import SHORT_RECIPE
+
+            if begins == "new":
+                site = sandbox.fresh(known_as, recipe or SHORT_RECIPE)
+            else:
+                site = sandbox.copied(known_as, begins)
+            evidence = Evidence()
+            drill(sandbox, site, evidence, **arguments)
+            return evidence
+
         _faults[known_as] = Fault(known_as, does, must, run, drill.__module__, family)
         return drill
 

@@ -62,25 +62,6 @@ _WATCHER = "longtake.monitor"
 _DECODER = b"longtake.data.decode_worker"
 
 T = TypeVar("T")
-InjectionKind = Literal[
-    "poison",
-    "raise-rate",
-    "raise-norm",
-    "lose-gradient",
-    "lose-gradient-on-rank-1",
-    "other-rate-on-rank-1",
-    "other-weights-on-rank-1",
-    "flip-bit-on-rank-1",
-    "freeze-worker-in-c",
-    "freeze-worker-holding-gil",
-    "hang-rank-1-asleep",
-    "hang-rank-1-holding-gil",
-    "hang-rank-1-stopped",
-    "hang-rank-1-in-collective",
-    "slow-rank-1-by-10",
-    "slow-rank-1-by-30",
-    "slow-steps",
-]
 
 
 def _recipe(steps: int, checkpoint_every: int, more: str = "") -> str:
@@ -119,7 +100,7 @@ LONG_RECIPE = _recipe(
 class Injection:
     """A fault inside of the training process, injected by `longtake.faults.inject`."""
 
-    kind: InjectionKind
+    kind: str  # a key of `inject.INJECTIONS`
     at: int  # first step or batch; for a frozen worker, the number of windows read before
     lasting: bool = False  # True: it stays active after the run went back
 
@@ -267,18 +248,25 @@ class RunObserver(ABC):
 
     def wait_for_event(self, kind: EventKind, **fields: Any) -> ObservedEvent | None:
         """Wait for an event with these fields; None if the run ends without it."""
-        for _ in self.polls():
-            for event in self.events():
-                if event["event"] == kind and fields.items() <= event.items():
-                    return ObservedEvent(event, time.monotonic())
-        return None
+        return self._wait_for(
+            self.events, kind, lambda event: fields.items() <= event.items(), _POLL_SECONDS
+        )
 
     def wait_for_node_event(
         self, kind: NodeEventKind, where: Callable[[dict[str, Any]], bool] = bool
     ) -> ObservedEvent | None:
         """Wait for a watcher's event for which `where` holds; None if the run ends without it."""
-        for _ in self.polls(NODE_POLL_SECONDS):
-            for event in self.node_events():
+        return self._wait_for(self.node_events, kind, where, NODE_POLL_SECONDS)
+
+    def _wait_for(
+        self,
+        read: Callable[[], list[dict[str, Any]]],
+        kind: str,
+        where: Callable[[dict[str, Any]], bool],
+        seconds: float,
+    ) -> ObservedEvent | None:
+        for _ in self.polls(seconds):
+            for event in read():
                 if event["event"] == kind and where(event):
                     return ObservedEvent(event, time.monotonic())
         return None
@@ -432,8 +420,10 @@ class Sandbox:
         site.write_recipe(recipe + self._more)
         return site
 
-    def killed_mid_epoch(self, name: str) -> TrainingSite:
-        return self._killed.copied_to(self._folder / name)
+    def copied(self, name: str, begins: Literal["killed", "undisturbed"]) -> TrainingSite:
+        """Copy a site whose run was killed in mid-epoch, or trained to its end."""
+        source = self._killed if begins == "killed" else self.undisturbed
+        return source.copied_to(self._folder / name)
 
     @cached_property
     def undisturbed(self) -> TrainingSite:

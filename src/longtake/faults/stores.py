@@ -121,8 +121,7 @@ def _clips_in_store(site: TrainingSite) -> Iterator[LoopbackStore]:
     does="Trains from a store on loopback that answers each request after 0.4 s.",
     must="The loader waits; no sample is lost or repeated; every step is bitwise the same.",
 )
-def store_slow(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("store-slow"), Evidence()
+def store_slow(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with _clips_in_store(site) as store, site.launch() as process:
         process.wait_for_rows(_USUAL_STEPS)
         store.seconds, before = _SLOW_SECONDS, store.num_answers
@@ -133,15 +132,13 @@ def store_slow(sandbox: Sandbox) -> Evidence:
         f"{store.num_answers - before} clips were fetched with {_SLOW_SECONDS:g} s before each "
         f"answer, and the training waited for them; {BITWISE}."
     )
-    return evidence
 
 
 @fault(
     does="Trains from a store on loopback that refuses connections for 20 s.",
     must="The stall names it; no sample is lost or repeated; every step is bitwise the same.",
 )
-def store_gone(sandbox: Sandbox) -> Evidence:
-    site, evidence = sandbox.fresh("store-gone"), Evidence()
+def store_gone(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     with _clips_in_store(site) as store, site.launch(*_REPORT) as process:
         process.wait_for_rows(_USUAL_STEPS)
         store.lose()
@@ -162,4 +159,3 @@ def store_gone(sandbox: Sandbox) -> Evidence:
     evidence.expect(named in sentence, f"the stall does not name the store: {sentence}")
     evidence.expect_undisturbed(site, sandbox.undisturbed)
     evidence.message = f"{sentence} After 20 s the store was back; {BITWISE}."
-    return evidence
