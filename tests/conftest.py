@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -351,18 +352,33 @@ def on_two_processes(warm: list[str]) -> list[str]:
     return [*warm, "2"]
 
 
-@pytest.fixture
-def run_on_two_ranks(on_two_processes: list[str]) -> Callable[..., None]:
-    """Runs a Python file as two ranks and shows what they said if one of them failed."""
+@pytest.fixture(scope="session")
+def run_on_ranks(warm: list[str]) -> Callable[..., str]:
+    """Runs a Python file, or -m and a module, as a number of ranks, and returns their stdout.
 
-    def run(file: str, *arguments: str) -> None:
-        command, folder = [*on_two_processes, file, *arguments], Path(file).parent
+    `run_on_ranks(4, __file__, tmp_path)`; `folder=` is where they work. Failures show stderr.
+    """
+
+    def run(count: int, *program: object, folder: Path | None = None) -> str:
         ended = subprocess.run(
-            command, capture_output=True, text=True, timeout=600, check=False, cwd=folder
+            [*warm, str(count), *map(str, program)],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         assert ended.returncode == 0, ended.stderr
+        assert not re.search("Traceback|Warning", ended.stderr), ended.stderr
+        return ended.stdout
 
     return run
+
+
+@pytest.fixture
+def run_on_two_ranks(run_on_ranks: Callable[..., str]) -> Callable[..., str]:
+    """Runs a Python file as two ranks in its folder."""
+    return lambda file, *arguments: run_on_ranks(2, file, *arguments, folder=Path(file).parent)
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,6 @@
 """Two ranks fill one cache together, and train from it as they would without it."""
 
 import json
-import os
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -28,19 +26,15 @@ _WAN = (
 
 
 @pytest.fixture
-def run_verb(on_two_processes: list[str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
+def run_verb(run_on_ranks: Callable[..., str], tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Runs a verb of longtake with a recipe on two processes; gives what it prints as JSON."""
 
     def run(recipe: Recipe, *verb: str) -> dict[str, Any]:
         path = tmp_path / "recipe.toml"
         path.write_text(config.dump(recipe))
-        command = [*on_two_processes, "-m", "longtake", *verb, str(path), "--json"]
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=600, check=False, env=os.environ
+        result: dict[str, Any] = json.loads(
+            run_on_ranks(2, "-m", "longtake", *verb, path, "--json")
         )
-        assert done.returncode == 0, done.stderr
-        assert "Warning" not in done.stderr, done.stderr
-        result: dict[str, Any] = json.loads(done.stdout)
         return result
 
     return run

@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -75,18 +74,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_as_many_bytes_are_sent_as_are_planned(
-    small_recipe: MakeRecipe, warm: list[str], folder: Path
+    small_recipe: MakeRecipe, run_on_ranks: Callable[..., str], folder: Path
 ) -> None:
     for number, case in enumerate(_CASES):
         (folder / f"{number}.toml").write_text(config.dump(_recipe(small_recipe, case)))
-    ended = subprocess.run(
-        [*warm, "4", __file__, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_on_ranks(4, __file__, folder)
     counted = json.loads((folder / "counted.json").read_text())
     steps = [outline_step(config.load(folder / f"{n}.toml"), CPU, 4, 2) for n in range(len(_CASES))]
     sent = [each["sent"] for each in counted]

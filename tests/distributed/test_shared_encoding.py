@@ -1,7 +1,6 @@
 """Context-parallel ranks encode each clip once. Run by two ranks, this file is one."""
 
 import json
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from longtake.training.session import Session
 def test_ranks_that_share_a_clip_encode_it_once(
     small_recipe: MakeRecipe,
     shapes_catalog: Path,
-    on_two_processes: list[str],
+    run_on_two_ranks: Callable[..., str],
     tmp_path: Path,
 ) -> None:
     """And all have the bits that each would have computed; of three clips one rank encodes two.
@@ -52,9 +51,7 @@ def test_ranks_that_share_a_clip_encode_it_once(
     )
     path = tmp_path / "recipe.toml"
     path.write_text(config.dump(recipe))
-    command = [*on_two_processes, __file__, str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_on_two_ranks(__file__, path)
     counted = json.loads((tmp_path / "counted.json").read_text())
     # Two steps, each of a clip and its further video.
     assert counted == [{"videos": 2 * 2 * 2, "captions": 4}, {"videos": 2 * 2, "captions": 2}]

@@ -63,17 +63,12 @@ cli.main()
 
 
 @pytest.fixture(scope="module")
-def longtake(warm: list[str]) -> _Longtake:
+def longtake(run_on_ranks: Callable[..., str]) -> _Longtake:
     """Calls a verb as a process in a folder; gives what it prints as JSON."""
 
     def call(folder: Path, *arguments: object) -> dict[str, object]:
-        command = [*warm, "1", "-m", "longtake", *map(str, arguments), "--json"]
-        done = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, check=False, timeout=600
-        )
-        assert done.returncode == 0, done.stderr
-        assert "Traceback" not in done.stderr
-        result: dict[str, object] = json.loads(done.stdout)
+        said = run_on_ranks(1, "-m", "longtake", *arguments, "--json", folder=folder)
+        result: dict[str, object] = json.loads(said)
         return result
 
     return call

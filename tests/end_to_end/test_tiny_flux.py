@@ -1,12 +1,11 @@
 """The example that anybody can run: a tiny FLUX Kontext learns by an added module and LoRA."""
 
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,21 +37,6 @@ def _as_given(folder: Path) -> list[list[str]]:
     return [[*_PROGRAMS[program], *arguments] for program, *arguments in commands]
 
 
-def _run(folder: Path, *command: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout
-
-
 def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
     """Another verb, in this process."""
     monkeypatch.chdir(folder)
@@ -63,14 +47,14 @@ def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Non
 
 
 @pytest.fixture(scope="module")
-def folder(warm: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(run_on_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both commands were run, the second for fewer steps."""
     folder = tmp_path_factory.mktemp("laptop")
     shutil.copytree(_EXAMPLES, folder / "examples")
     draw, train = _as_given(folder)
-    _run(folder, *warm, "1", *draw)
+    run_on_ranks(1, *draw, folder=folder)
     few = ("--set", f"training.steps={_STEPS}", "--json")
-    told = json.loads(_run(folder, *warm, "1", *train, *few))
+    told = json.loads(run_on_ranks(1, *train, *few, folder=folder))
     assert (told["start_step"], told["steps"]) == (0, _STEPS)
     return folder
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from tests.evaluation.probe import Probe
 
 from longtake.evaluation.options import ServerOptions, ServerReport
 from longtake.evaluation.server import EvaluationServer
-from longtake.process import StopSignal, environment
+from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 
 _RECIPE = """
@@ -89,16 +88,15 @@ def serve() -> Serve:
 
 
 @pytest.fixture
-def probing(tmp_path: Path) -> Callable[..., Any]:
+def probing(start_warm: Callable[..., Any], tmp_path: Path) -> Callable[..., Any]:
+    """Serves a run by a process of probe.py, which ends with the block."""
 
     @contextmanager
-    def probing(run: RunDirectory, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    def probing(run: RunDirectory, *arguments: str) -> Iterator[Any]:
         log = tmp_path / f"probe_{len(list(tmp_path.glob('probe_*')))}.log"
         command = [sys.executable, "-P", str(probe.__file__), str(run.path), *arguments]
         with log.open("wb") as file:
-            process = subprocess.Popen(
-                command, stderr=file, stdout=file, cwd=tmp_path, env=environment()
-            )
+            process = start_warm(command, file, tmp_path)
         try:
             yield process
         finally:

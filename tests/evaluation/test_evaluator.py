@@ -22,7 +22,7 @@ from longtake.evaluation.options import ServerOptions, ServerReport, parse_backl
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
-from longtake.process import StopSignal, environment, program
+from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import EvaluationTask, own_name
 from longtake.sampling.presets import find_preset
@@ -261,19 +261,18 @@ def test_presets_that_cannot_be_are_told_of_and_the_rest_goes_on(
     assert not EvaluationDirectory(run).steps("odd")
 
 
-def test_the_command_serves_a_run_and_ends(served: Any, tmp_path: Path) -> None:
+def test_the_command_serves_a_run_and_ends(served: Any, warm: list[str], tmp_path: Path) -> None:
     """`longtake evaluate RUN --json`: the scores on stdout, and a line for people on stderr."""
     run, _, _ = served
     own = tmp_path / "own.toml"
     own.write_text('[mine]\nnum_inference_steps = 1\nprompts = ["a red square moves left"]\n')
-    command = program("longtake", "evaluate", str(run.path), "--presets", str(own))
+    command = [*warm, "1", "-m", "longtake", "evaluate", str(run.path), "--presets", str(own)]
     backlog = ["--backlog", "newest", "--json", "--device", "cpu"]
     ended = subprocess.run(
         [*command, *backlog],
         capture_output=True,
         text=True,
         cwd=tmp_path,
-        env=environment(),
         timeout=120,
         check=False,
     )

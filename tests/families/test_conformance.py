@@ -6,7 +6,6 @@ A row of a `release_` module is a kind of model; what holds of one holds of all.
 import dataclasses
 import fnmatch
 import json
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -283,16 +282,14 @@ def _joined(tensors: Mapping[str, Tensor]) -> Tensor:
 
 @pytest.mark.slow
 def test_two_ranks_that_share_a_clip_are_as_one(
-    tiny_of: Callable[[Row], Tiny], on_two_processes: list[str], tmp_path: Path
+    tiny_of: Callable[[Row], Tiny], run_on_two_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
     """Velocity, loss and all gradients of each kind, by the same two processes."""
     shared = [row for row in ROWS if "context" not in row.refuses]
     for row in shared:
         with row.within():
             share_clips.write(tiny_of(row), tmp_path)
-    command = [*on_two_processes, share_clips.__file__, str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_on_two_ranks(share_clips.__file__, tmp_path)
     rows = list(read_json_lines(tmp_path / "deviations.jsonl"))
     assert {each["kind"] for each in rows} == {row.kind for row in shared}
     for each in rows:

@@ -13,6 +13,7 @@ from tests.fuzz.mutations import (
     TEXTS,
     TOML_VALUES,
     VALUES,
+    Change,
     damage_bytes,
     damage_catalog,
     damage_json,
@@ -71,28 +72,25 @@ _CURVES = [
 _AUDIT = Case(["data", "audit", "run"])
 
 
-def events(chance: random.Random, place: Path) -> Case:
-    """What happened, as it was written down."""
-    damage_lines(chance, place / "run" / "events.jsonl")
-    return chance.choice([*_SHOW, *_CURVES, _AUDIT])
+def _damaged(change: Change, name: str, commands: list[Case]) -> Generator:
+    """A generator that changes one file, or a file of one folder."""
+
+    def generate(chance: random.Random, place: Path) -> Case:
+        change(chance, place / name)
+        return chance.choice(commands)
+
+    return generate
 
 
-def metrics(chance: random.Random, place: Path) -> Case:
-    """Numbers of each step."""
-    damage_lines(chance, place / "run" / "metrics.jsonl")
-    return chance.choice([*_SHOW, *_CURVES])
-
-
-def rollbacks(chance: random.Random, place: Path) -> Case:
-    """Where the run went back."""
-    damage_lines(chance, place / "run" / "rollbacks.jsonl")
-    return chance.choice([*_SHOW, *_CURVES, _AUDIT])
-
-
-def guard_reports(chance: random.Random, place: Path) -> Case:
-    """What the guard saw around a verdict."""
-    damage_json(chance, place / "run" / "guard" / "step_00000002_0.json")
-    return chance.choice([*_SHOW, *_CURVES])
+_STEP = "run/checkpoints/step_00000004"
+_SEEN = [*_SHOW, *_CURVES]
+_events = _damaged(damage_lines, "run/events.jsonl", [*_SEEN, _AUDIT])
+_metrics = _damaged(damage_lines, "run/metrics.jsonl", _SEEN)
+_rollbacks = _damaged(damage_lines, "run/rollbacks.jsonl", [*_SEEN, _AUDIT])
+_guard_reports = _damaged(damage_json, "run/guard/step_00000002_0.json", _SEEN)
+_run_json = _damaged(damage_json, "run/run.json", [*_SHOW, _AUDIT, _SAMPLE, _REPORT])
+_checkpoint_bytes = _damaged(damage_tree, _STEP, [_SAMPLE, _SAMPLE, _EVALUATE, _TRAIN])
+_committed = _damaged(damage_json, f"{_STEP}/COMMITTED", [_SAMPLE, *_SHOW, _TRAIN])
 
 
 def ledger(chance: random.Random, place: Path) -> Case:
@@ -118,13 +116,7 @@ def node_files(chance: random.Random, place: Path) -> Case:
             damage_json(chance, place / "run" / "requests" / "t_1.json")
         case _:
             damage_lines(chance, node / f"{kind}.jsonl")
-    return chance.choice([*_SHOW, *_CURVES])
-
-
-def run_json(chance: random.Random, place: Path) -> Case:
-    """Who launched the run."""
-    damage_json(chance, place / "run" / "run.json")
-    return chance.choice([*_SHOW, _AUDIT, _SAMPLE, _REPORT])
+    return chance.choice(_SEEN)
 
 
 def scores(chance: random.Random, place: Path) -> Case:
@@ -138,23 +130,11 @@ def scores(chance: random.Random, place: Path) -> Case:
     return chance.choice([*_SHOW, *_CURVES, _REPORT, _REPORT, _EVALUATE])
 
 
-def checkpoint_bytes(chance: random.Random, place: Path) -> Case:
-    """The files of the newest checkpoint."""
-    damage_tree(chance, place / "run" / "checkpoints" / "step_00000004")
-    return chance.choice([_SAMPLE, _SAMPLE, _EVALUATE, _TRAIN])
-
-
-def committed(chance: random.Random, place: Path) -> Case:
-    """The list of a checkpoint's files."""
-    damage_json(chance, place / "run" / "checkpoints" / "step_00000004" / "COMMITTED")
-    return chance.choice([_SAMPLE, *_SHOW, _TRAIN])
-
-
 def recommitted(chance: random.Random, place: Path) -> Case:
     """A file of a checkpoint that was damaged before its checksum was taken."""
     from longtake.checkpoint.files import commit, describe_files, list_files
 
-    folder = place / "run" / "checkpoints" / "step_00000004"
+    folder = place / _STEP
     (folder / "COMMITTED").unlink()
     match chance.choice(["trainer", "any", "hostile"]):
         case "trainer":
@@ -301,29 +281,29 @@ def resume(chance: random.Random, place: Path) -> Case:
     return _TRAIN
 
 
-SHARES: list[tuple[Generator, int]] = [
-    (sources, 284),
-    (catalogs, 725),
-    (recipes_parsed, 222),
-    (recipes_trained, 523),
-    (events, 540),
-    (guard_reports, 160),
-    (ledger, 344),
-    (metrics, 500),
-    (node_files, 594),
-    (rollbacks, 96),
-    (run_json, 271),
-    (scores, 673),
-    (checkpoint_bytes, 82),
-    (committed, 128),
-    (components, 35),
-    (kept_recipe, 129),
-    (recommitted, 91),
-    (arguments, 412),
-    (disks, 221),
-    (resume, 385),
-]
-"""How many of 6,415 cases each set has."""
+SHARES: dict[str, tuple[Generator, int]] = {
+    "sources": (sources, 284),
+    "catalogs": (catalogs, 725),
+    "recipes_parsed": (recipes_parsed, 222),
+    "recipes_trained": (recipes_trained, 523),
+    "events": (_events, 540),
+    "guard_reports": (_guard_reports, 160),
+    "ledger": (ledger, 344),
+    "metrics": (_metrics, 500),
+    "node_files": (node_files, 594),
+    "rollbacks": (_rollbacks, 96),
+    "run_json": (_run_json, 271),
+    "scores": (scores, 673),
+    "checkpoint_bytes": (_checkpoint_bytes, 82),
+    "committed": (_committed, 128),
+    "components": (components, 35),
+    "kept_recipe": (kept_recipe, 129),
+    "recommitted": (recommitted, 91),
+    "arguments": (arguments, 412),
+    "disks": (disks, 221),
+    "resume": (resume, 385),
+}
+"""Of 6,415 cases, the number that each set has."""
 
 
 def take_permission(place: Path) -> None:

@@ -65,7 +65,7 @@ VALUES: list[Any] = [
     {"a": {}},
     "2026-13-45T99:99:99",
 ]
-_Change = Callable[[random.Random, Path], object]
+Change = Callable[[random.Random, Path], object]
 
 
 def damage_json(chance: random.Random, path: Path) -> None:
@@ -173,7 +173,7 @@ def damage_catalog(chance: random.Random, path: Path) -> None:
     pq.write_table(table, path)
 
 
-def damage_tree(chance: random.Random, folder: Path, change: _Change = damage_bytes) -> Path:
+def damage_tree(chance: random.Random, folder: Path, change: Change = damage_bytes) -> Path:
     """Change one file of a folder; gives which."""
     found = sorted(path for path in folder.rglob("*") if path.is_file())
     path = chance.choice(found)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from tests.fuzz import damages as d
-from tests.fuzz.generators import SHARES, Generator
+from tests.fuzz.generators import SHARES
 from tests.fuzz.mutations import DEEP, TEXTS, replace_with
 from tests.fuzz.oracle import CANARY
 
@@ -252,32 +252,27 @@ def test_names_of_files_and_folders_are_escaped(place: Path, look: Callable[[str
     look("names")
 
 
-_OTHERS = (
-    "sources",
-    "catalogs",
-    "recipes_parsed",
-    "recipes_trained",
-    "arguments",
-    "disks",
-    "resume",
-)
+_OTHERS = {
+    *("sources", "catalogs", "recipes_parsed", "recipes_trained", "arguments", "disks", "resume")
+}
 
 
 def _cases() -> list[Any]:
     """Those of generators that damage a run."""
-    chosen = [each for each in SHARES if each[0].__name__ not in _OTHERS]
-    whole = sum(share for _, share in chosen)
+    shares = {name: share for name, (_, share) in SHARES.items() if name not in _OTHERS}
+    whole = sum(shares.values())
     return [
-        pytest.param(generator, number, id=f"{generator.__name__}-{number}")
-        for generator, share in chosen
+        pytest.param(name, number, id=f"{name}-{number}")
+        for name, share in shares.items()
         for number in range(max(1, round(_NUM_CASES * share / whole)))
     ]
 
 
-@pytest.mark.parametrize(("generator", "number"), _cases())
+@pytest.mark.parametrize(("name", "number"), _cases())
 def test_any_damage_leaves_pages(
-    generator: Generator, number: int, place: Path, look: Callable[[str], None]
+    name: str, number: int, place: Path, look: Callable[[str], None]
 ) -> None:
-    chance = random.Random(f"{_SEED}/board/{generator.__name__}/{number}")  # noqa: S311
-    generator(chance, place)
-    look(f"LONGTAKE_FUZZ_SEED={_SEED} {generator.__name__}-{number}")
+    chance = random.Random(f"{_SEED}/board/{name}/{number}")  # noqa: S311 - it is repeatable
+    generate, _ = SHARES[name]
+    generate(chance, place)
+    look(f"LONGTAKE_FUZZ_SEED={_SEED} {name}-{number}")

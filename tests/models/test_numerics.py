@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -187,15 +186,11 @@ def _recorded(recipe: Recipe) -> list[str]:
 
 
 def test_all_ranks_must_have_bf16(
-    small_recipe: Callable[..., Recipe], on_two_processes: list[str], tmp_path: Path
+    small_recipe: Callable[..., Recipe], run_on_two_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
     recipe = small_recipe("training.steps=1", "training.precision=auto")
     (tmp_path / "launched.toml").write_text(config.dump(recipe))
-    command = [*on_two_processes, __file__, str(tmp_path / "launched.toml")]
-    ended = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ, timeout=600, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    run_on_two_ranks(__file__, tmp_path / "launched.toml")
     assert _recorded(recipe) == ["fp32"]
 
 

@@ -1,7 +1,5 @@
 """Ranks that share tokens compute what one computes. Run by four ranks, this file is one."""
 
-import os
-import subprocess
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -54,16 +52,8 @@ def test_ranks_on_several_nodes_exchange_heads_within_one() -> None:
         assert heads_size(heads, size, of_node) == expected, (heads, size, of_node)
 
 
-def test_four_ranks_attend_as_one(on_processes: Callable[[int], list[str]]) -> None:
-    ended = subprocess.run(
-        [*on_processes(4), __file__],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        env=os.environ,
-    )
-    assert ended.returncode == 0, ended.stderr
+def test_four_ranks_attend_as_one(run_on_ranks: Callable[..., str]) -> None:
+    run_on_ranks(4, __file__)
 
 
 def _drawn(*shape: int, seed: int) -> Tensor:

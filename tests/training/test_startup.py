@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -138,14 +139,12 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
 
 
 def test_two_ranks_name_the_slower_one(
-    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
+    small_recipe: MakeRecipe, run_on_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
     recipe = small_recipe("training.steps=2", "checkpoint.every=2")
     path = tmp_path / "launched.toml"
     path.write_text(config.dump(recipe))
-    command = [*on_two_processes, "-m", "longtake", "train", str(path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert ended.returncode == 0, ended.stderr
+    run_on_ranks(2, "-m", "longtake", "train", path)
     (event,) = _events(RunDirectory(recipe.out), "startup_timing")
     assert set(event["slowest"].values()) <= {0, 1}
     assert event["seconds"]["rendezvous"] > 0
