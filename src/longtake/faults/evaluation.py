@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import tomli_w
 
@@ -94,7 +95,8 @@ class EvaluatorProcess(RunObserver):
         videos = self.wait_until(
             lambda: _partial_videos(self._run, self.server), "it had sampled a video"
         )
-        return _step_of(videos[0])
+        _, step, *_ = videos[0].parent.name.split(".")  # .step_00000005.SERVER-0.partial
+        return int(step.removeprefix("step_"))
 
     def wait_for_report(self, kind: str, step: int) -> None:
         """Wait until any server has reported an event about a step.
@@ -131,10 +133,6 @@ def server_events(run: RunDirectory) -> list[dict[str, Any]]:
 def _partial_videos(run: RunDirectory, server: str = "*") -> list[Path]:
     folders = evaluation_dir.EvaluationDirectory(run).path / PRESET
     return sorted(folders.glob(f".step_*.{server}-*.partial/*.mp4"))
-
-
-def _step_of(video: Path) -> int:
-    return int(video.parent.name.split(".")[1].removeprefix("step_"))
 
 
 def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
@@ -517,7 +515,7 @@ def tracker_down(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
         raise NotPossibleHereError("W&B is not installed: pip install 'longtake[wandb]'") from error
     run, seen = site.run, None
     changes = ("tracking.wandb=online", "tracking.tensorboard=true")
-    with _environment(_UNREACHABLE), site.launch(*changes) as process:
+    with mock.patch.dict(os.environ, _UNREACHABLE), site.launch(*changes) as process:
         for _ in process.polls(0.05):
             writers = lease.history(evaluation_dir.writer_path(run))
             if any("wandb" in writer.get("troubles", {}) for writer in writers):
@@ -534,17 +532,6 @@ def tracker_down(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
         "The run is bitwise the undisturbed one; TensorBoard has every row, and so has W&B since "
         "it can be written to."
     )
-
-
-@contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def _follow_offline(run: RunDirectory) -> None:

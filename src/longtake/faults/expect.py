@@ -338,23 +338,21 @@ def saved_differences(run: RunDirectory, other: RunDirectory) -> list[str]:
     if not run.checkpoint_steps() or not other.checkpoint_steps():
         return ["all of it: one of them has no checkpoint"]
     paths = [each.checkpoint_path(each.checkpoint_steps()[-1]) for each in (run, other)]
-    one, two = ({**_files(path), **_state(path)} for path in paths)
+    one, two = map(_contents, paths)
     names = sorted(one.keys() | two.keys())
     return [name for name in names if name not in one or one[name] != two.get(name)]
 
 
-def _files(checkpoint: Path) -> dict[str, object]:
-    paths = (path for path in checkpoint.rglob("*") if path.is_file())
-    return {
+def _contents(checkpoint: Path) -> dict[str, object]:
+    """Return a checkpoint's files as bytes, and the state of its trainer by key."""
+    trainer = json.loads((checkpoint / "trainer.json").read_bytes())
+    files = (path for path in checkpoint.rglob("*") if path.is_file())
+    contents: dict[str, object] = {
         str(path.relative_to(checkpoint)): path.read_bytes()
-        for path in paths
+        for path in files
         if path.name not in _OF_THE_SAVE
     }
-
-
-def _state(checkpoint: Path) -> dict[str, object]:
-    trainer = json.loads((checkpoint / "trainer.json").read_bytes())
-    return {name: trainer[name] for name in _STATE}
+    return contents | {name: trainer[name] for name in _STATE}
 
 
 def largest_weight_distance(run: RunDirectory, other: RunDirectory) -> float:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from longtake import errors, fsio
 from longtake.faults.data import limit_file_size, resume
@@ -138,7 +137,12 @@ def run_disk_frozen(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) ->
         process.wait_for_watcher()
         with _frozen(site.run.path) as at:
             named = process.wait_until(
-                lambda: next(_stalls_of(hook), None), "the hook heard of it", NODE_POLL_SECONDS
+                lambda: next(
+                    (each for each in fsio.read_json_lines(hook) if each["event"] == "stalled"),
+                    None,
+                ),
+                "the hook heard of it",
+                NODE_POLL_SECONDS,
             )
             sentence = str(named["sentence"])
             process.wait_until(
@@ -156,10 +160,6 @@ def run_disk_frozen(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) ->
         evidence.expect(cleared is not None, "no event says that the stall ended")
         evidence.expect_undisturbed(site, sandbox.undisturbed)
     evidence.message = f"{sentence} Terminal and hook said so while the disk was frozen."
-
-
-def _stalls_of(hook: Path) -> Iterator[dict[str, Any]]:
-    return (each for each in fsio.read_json_lines(hook) if each["event"] == "stalled")
 
 
 @contextmanager
