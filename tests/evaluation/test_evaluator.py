@@ -22,6 +22,7 @@ from longtake.evaluation.options import ServerOptions, ServerReport, parse_backl
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.lease import history
+from longtake.node_dir import read_events
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import EvaluationTask, own_name
@@ -231,6 +232,27 @@ def _serve(
         server = EvaluationServer(given, partial(work, screening), report, entered)
         server.serve()
     return server
+
+
+def test_a_recipe_may_change_between_two_presets_of_a_checkpoint(
+    served: Any, tmp_path: Path
+) -> None:
+    run, own = _copy(served[0], tmp_path), tmp_path / "own.toml"
+    preset = "num_inference_steps = 1\nprompts = ['a red square moves left']\n"
+    own.write_text(f"[one]\n{preset}[two]\n{preset}")
+
+    def work(screening: CheckpointEvaluator, task: EvaluationTask, folder: Path, tick: Any) -> Any:
+        scores = screening(task, folder, tick)
+        with run.recipe_path.open("a") as recipe:
+            recipe.write("# changed\n")
+        return scores
+
+    presets = ("one", "two")
+    server = _serve(run, work, presets=presets, own_presets=own, backlog=parse_backlog("newest"))
+    assert [each["preset"] for each in server.evaluated] == ["one", "two"]
+    assert server.failed == set()
+    events = [each["event"] for each in read_events(run)]
+    assert "evaluation_failed" not in events
 
 
 def test_raw_weights_have_another_key_than_averages(served: Any) -> None:
