@@ -512,6 +512,9 @@ def test_new_clips_cost_only_themselves(
 def test_other_encoders_have_entries_of_their_own(small_recipe: MakeRecipe, tmp_path: Path) -> None:
     recipe = (*_VIDEOS, "data.windows=1", "data.flip=0.0", _cache_of(tmp_path))
     cache_ahead(small_recipe(*recipe), QUIET)
+    model = "{num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}"
+    facts = cache_ahead(small_recipe(*recipe, f"model.config={model}"), QUIET)
+    assert facts["latents"]["computed"] == facts["prompts"]["computed"] == 0
     facts = cache_ahead(small_recipe(*recipe, "text.max_tokens=9"), QUIET)
     assert facts["latents"] == {"present": 16, "computed": 0}
     assert facts["prompts"]["computed"] > 0
