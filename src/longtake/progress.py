@@ -55,14 +55,20 @@ class StepProgress:
     def update(self, metrics: Metrics) -> None:
         """Add the metrics of one step, and redraw the bar or print a line if it is time."""
         if metrics["loss"] is not None:
-            self._loss = _smoothed(self._loss, metrics["loss"])
+            before = metrics["loss"] if self._loss is None else self._loss
+            self._loss = 0.95 * before + 0.05 * metrics["loss"]
         self._num_steps += 1
         # The first step also compiled kernels; its time would distort the mean for long.
         if self._num_steps == 2:
             self._seconds.clear()
         self._seconds.append(metrics["step_seconds"])
-        if self._console.quiet or not (self._console.is_terminal or self._is_time()):
+        if self._console.quiet:
             return
+        # Without a terminal, each line stays: it is printed only once in a while.
+        if not self._console.is_terminal:
+            if time.monotonic() - self._last_line <= _SECONDS_BETWEEN_LINES:
+                return
+            self._last_line = time.monotonic()
         later = list(self._seconds)[-max(_FEWEST_STEPS, self._num_steps // 2) :]
         seconds = statistics.fmean(later)
         left = format_duration((self._total - metrics["step"]) * seconds)
@@ -75,12 +81,6 @@ class StepProgress:
 
     def say(self, text: str) -> None:
         self._console.print(f"  {text}", highlight=False, markup=False)
-
-    def _is_time(self) -> bool:
-        is_time = time.monotonic() - self._last_line > _SECONDS_BETWEEN_LINES
-        if is_time:
-            self._last_line = time.monotonic()
-        return is_time
 
 
 @contextmanager
@@ -183,7 +183,3 @@ def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]
 
 def _is_hidden(console: Console) -> bool:
     return console.quiet or not console.is_terminal
-
-
-def _smoothed(average: float | None, value: float) -> float:
-    return value if average is None else 0.95 * average + 0.05 * value

@@ -524,7 +524,12 @@ class RunDirectory:
         launch = {
             "time": fsio.now(),
             "host": socket.gethostname(),
-            "versions": _versions(),
+            "versions": {
+                "longtake": __version__,
+                "python": sys.version.split()[0],
+                **package_versions(),
+                **_revision(),
+            },
             **facts,
         }
         record = self.record()
@@ -620,11 +625,6 @@ def package_versions() -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     return found
-
-
-def _versions() -> dict[str, str]:
-    python = sys.version.split()[0]
-    return {"longtake": __version__, "python": python, **package_versions(), **_revision()}
 
 
 def _revision() -> dict[str, str]:

@@ -53,7 +53,11 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
     data = data_facts.read_data(facts)
     current = current_batch(facts)
     batches, num_verdicts = batch_facts.batches_around_verdicts(facts, step)
-    ledger, trouble = _ledger(facts, data)
+    ledger, trouble = None, ""
+    try:
+        ledger = ledger_facts.read_ledger(facts, data)
+    except (errors.LongtakeError, OSError) as error:
+        trouble = one_line(error)
     path = shlex.quote(str(facts.run.path))
     return render(
         "data.html",
@@ -148,11 +152,15 @@ class CatalogView:
             "transcoded by data prepare": stats["prepared"],
         }
         numbers = [*stats["numbers"].items(), *stats["attributes"].items()]
+        counted = []
+        for name, title in _COUNTED.items():
+            values = list(stats[name].items())[:_MOST_ROWS]
+            counted.append((title, [(value or "unspecified", count) for value, count in values]))
         return cls(
             facts,
             pictures.counted_bars(sizes[:_MOST_ROWS]),
             None if facts.seconds is None else histogram_of(facts.seconds),
-            [(title, _most(stats[name])) for name, title in _COUNTED.items()],
+            counted,
             [(name.replace("_", " "), each) for name, each in numbers if each["known"]],
             [(name, count) for name, count in special.items() if count],
             facts.rejections[:_MOST_ROWS],
@@ -166,10 +174,6 @@ def histogram_of(found: data_facts.Histogram) -> Markup | str:
         return pictures.histogram(found)
     value = (found.edges[0] + found.edges[-1]) / 2
     return f"{value:.4g} for each of the {found.counts[0]:,} clips that have it"
-
-
-def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return [(name or "unspecified", count) for name, count in list(counts.items())[:_MOST_ROWS]]
 
 
 # --- Buckets ----------------------------------------------------------------------------------
@@ -225,34 +229,25 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
             )
             for each in entry["buckets"]
         ]
-        place = names.index(entry["stage"])
+        dropped = [(why, count) for why, count in entry["dropped"].items() if count]
+        picture = None
+        if dropped:
+            rows = [("kept", entry["selected"]), *dropped]
+            picture = pictures.counted_bars(rows, "2", "good")
         found.append(
             StageView(
-                *(entry, place, buckets, _dropped(entry)),
-                [(why, n, entry["examples"][why]) for why, n in entry["dropped"].items() if n],
-                entry["stage"] == now,
+                facts=entry,
+                place=names.index(entry["stage"]),
+                buckets=buckets,
+                dropped=picture,
+                examples=[(why, count, entry["examples"][why]) for why, count in dropped],
+                is_open=entry["stage"] == now,
             )
         )
     return found
 
 
-def _dropped(entry: Mapping[str, Any]) -> Markup | None:
-    rows = [(why, count) for why, count in entry["dropped"].items() if count]
-    if not rows:
-        return None
-    return pictures.counted_bars([("kept", entry["selected"]), *rows], "2", "good")
-
-
 # --- The ledger, and clips that could not be decoded ------------------------------------------
-
-
-def _ledger(
-    facts: RunFacts, data: data_facts.DataFacts
-) -> tuple[ledger_facts.LedgerFacts | None, str]:
-    try:
-        return ledger_facts.read_ledger(facts, data), ""
-    except (errors.LongtakeError, OSError) as error:
-        return None, one_line(error)
 
 
 @dataclass(frozen=True)

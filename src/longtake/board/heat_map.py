@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from typing import Final
 
 import numpy as np
@@ -68,18 +69,21 @@ def _seconds(value: float) -> str:
     return f"{number(value, 3)} s" if value >= 1 else f"{number(1e3 * value, 3)} ms"
 
 
-def _of_gpu(label: str) -> RankNumber:
-    """Return the measurement of a column of the table of nodes, for each rank's own GPU."""
-    column = COLUMNS[label]
-    name, signal = column.number, column.signal
-    return RankNumber(label, f"GPU {label}", lambda it: it.of_gpu(name), column.text, signal)
-
-
 _WORK = COLUMNS["step"].signal
 MEASURES: Final = (
     RankNumber("work", "own work for a step", lambda it: it.work_seconds, _seconds, _WORK),
     RankNumber("step", "time of a step", lambda it: it.step_seconds, _seconds, _WORK),
-    *map(_of_gpu, ("temperature", "power", "clock")),
+    *(
+        # A column of the table of nodes, for each rank's own GPU.
+        RankNumber(
+            key=label,
+            title=f"GPU {label}",
+            value=methodcaller("of_gpu", COLUMNS[label].number),
+            said=COLUMNS[label].text,
+            signal=COLUMNS[label].signal,
+        )
+        for label in ("temperature", "power", "clock")
+    ),
 )
 
 
@@ -108,10 +112,14 @@ def heat_map(nodes: Sequence[NodeNow], measure: RankNumber) -> HeatMap | None:
     outlying = sorted(
         (known[place] for place in far), key=lambda each: -abs(each[1] - scale.middle)
     )
+    cells = "".join(
+        f'<rect x="{place * 22}" y="0" width="21" height="10" class="heat-{place}"/>'
+        for place in range(COLOURS)
+    )
     return HeatMap(
         measure=measure,
         blocks=list(_blocks(nodes, measure, scale)),
-        legend=_legend(),
+        legend=svg.picture(22 * COLOURS, 10, cells, "scale"),
         least=measure.said(scale.low),
         middle=measure.said(scale.middle),
         most=measure.said(scale.high),
@@ -159,17 +167,13 @@ def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Ite
         yield _table(nodes[first : first + rows], across, len(nodes), measure, scale)
 
 
-def _cell_size(num_hosts: int, across: int) -> int:
-    if num_hosts <= 16 and across <= 16:
-        return 24
-    return 14 if num_hosts <= 48 else 10
-
-
 def _table(
     nodes: Sequence[NodeNow], across: int, num_hosts: int, measure: RankNumber, scale: _Scale
 ) -> Markup:
     """Draw a row for each host with a cell for each of its ranks."""
-    size = _cell_size(num_hosts, across)
+    size = 14 if num_hosts <= 48 else 10
+    if num_hosts <= 16 and across <= 16:
+        size = 24
     label = _label_width(nodes)
     parts = []
     for row, node in enumerate(nodes):
@@ -253,14 +257,6 @@ def said_of_rank(rank: RankNow, measure: RankNumber, value: float | None) -> str
         parts.append(f"{rank.phase}{since}")
     said = "not known" if value is None else measure.said(value)
     return f"{', '.join(parts)}: {measure.title} {said}"
-
-
-def _legend() -> Markup:
-    cells = "".join(
-        f'<rect x="{place * 22}" y="0" width="21" height="10" class="heat-{place}"/>'
-        for place in range(COLOURS)
-    )
-    return svg.picture(22 * COLOURS, 10, cells, "scale")
 
 
 def outlier_key() -> Markup:

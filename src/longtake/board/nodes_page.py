@@ -152,9 +152,22 @@ def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
         )
         rows = [_phase_bar(f"mean of {len(known):,}", mean, order)]
         rows += [_phase_bar(f"rank {rank.rank}", rank.phases, order) for rank in slowest[:5]]
+    rows_of_table = []
+    for name in order:
+        times = [(rank.phases.get(name, 0.0), rank.rank) for rank in known]
+        (least, first), (most, last) = min(times), max(times, key=lambda each: each[0])
+        rows_of_table.append(
+            {
+                "name": name,
+                "colour": _colour_of(name),
+                "mean": format_short_duration(mean[name]),
+                "least": f"{format_short_duration(least)} (rank {first})",
+                "most": f"{format_short_duration(most)} (rank {last})",
+            }
+        )
     return {
         "picture": charts.stacks(rows, label_width=110, room=90),
-        "rows": [_phase_row(name, mean[name], known) for name in order],
+        "rows": rows_of_table,
         "is_of_all": len(known) <= _MANY_RANKS,
         "is_of_one": len(known) == 1,
     }
@@ -171,18 +184,6 @@ def _phase_bar(label: str, phases: Mapping[str, float], order: Sequence[str]) ->
 
 def _colour_of(phase: str) -> str:
     return heat_map.PHASES.get(phase, heat_map.UNKNOWN_PHASE).colour or "rule"
-
-
-def _phase_row(name: str, mean: float, ranks: Sequence[RankNow]) -> dict[str, str]:
-    least = min(ranks, key=lambda rank: rank.phases.get(name, 0.0))
-    most = max(ranks, key=lambda rank: rank.phases.get(name, 0.0))
-    return {
-        "name": name,
-        "colour": _colour_of(name),
-        "mean": format_short_duration(mean),
-        "least": f"{format_short_duration(least.phases.get(name, 0.0))} (rank {least.rank})",
-        "most": f"{format_short_duration(most.phases.get(name, 0.0))} (rank {most.rank})",
-    }
 
 
 # --- Health -----------------------------------------------------------------------------------

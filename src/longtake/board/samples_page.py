@@ -283,7 +283,22 @@ def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
     names = dict.fromkeys(name for each in reversed(results) for name in each.measures)
     losses = dict.fromkeys(name for each in results for name in each.held_out)
     by_sigma = sorted((name for name in losses if name != "mean"), key=natural_key)
-    found = [_measured(preset, name, now) for name in names]
+    found = []
+    for name in names:
+        values = [each.measures.get(name) for each in preset.results]
+        spread = preset.reference["measures"].get(name)
+        band = (
+            (spread["low"], spread["high"]) if spread and spread["low"] <= spread["high"] else None
+        )
+        marks = {
+            each.step: alarm["message"]
+            for each in preset.results
+            for alarm in each.alarms
+            if alarm["measure"] == name and alarm["kind"] == "drift"
+        }
+        drawing = svg.sparkline(preset.steps, values, band=band, marks=marks, now=now)
+        title, unit = name.replace("_", " "), _units().get(name, "")
+        found.append(Measured(title, unit, _rounded(values), band, marks, drawing))
     for name in [*(["mean"] if "mean" in losses else []), *by_sigma]:
         title = "held-out loss" if name == "mean" else f"held-out loss, sigma {name}"
         values = [each.held_out.get(name) for each in preset.results]
@@ -296,22 +311,6 @@ def said_of_alarm(alarm: Alarm) -> str:
     """Describe an alarm. Only drift is one: early models differ from their clips by nature."""
     message = alarm["message"].replace(alarm["measure"], alarm["measure"].replace("_", " "), 1)
     return message if alarm["kind"] == "drift" else f"A comparison, not a fault: {message}"
-
-
-def _measured(preset: SampledPreset, name: str, now: int) -> Measured:
-    values = [each.measures.get(name) for each in preset.results]
-    spread = preset.reference["measures"].get(name)
-    band = (spread["low"], spread["high"]) if spread and spread["low"] <= spread["high"] else None
-    marks = {
-        each.step: alarm["message"]
-        for each in preset.results
-        for alarm in each.alarms
-        if alarm["measure"] == name and alarm["kind"] == "drift"
-    }
-    drawing = svg.sparkline(preset.steps, values, band=band, marks=marks, now=now)
-    return Measured(
-        name.replace("_", " "), _units().get(name, ""), _rounded(values), band, marks, drawing
-    )
 
 
 def _rounded(values: Sequence[float | None]) -> list[float | None]:

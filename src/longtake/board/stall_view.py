@@ -19,7 +19,7 @@ from longtake.inspection.node_reader import hosts_of
 from longtake.inspection.reader import RunFacts
 from longtake.monitor import sentences
 from longtake.monitor.dumps import group_processes
-from longtake.monitor.stall_record import StallDiagnosis, Suspect, WaitingRanks
+from longtake.monitor.stall_record import StallDiagnosis, Suspect
 from longtake.node_dir import NodeDirectory, NodeDump, diagnosis_path
 from longtake.run_dir import RunDirectory
 
@@ -147,6 +147,11 @@ def _stall(record: StallDiagnosis, facts: RunFacts, tree: StackTree | None) -> S
     # A launch may end without a record that its stall has cleared.
     is_open = is_open and facts.summary.state == "stalled"
     first = next(iter(record.suspects), None)
+    waiting = []
+    for each in record.waiting[:20]:
+        ranks = [{"rank": rank, "host": "", "pid": 0} for rank in each.ranks]
+        named = sentences.who("rank", ranks).partition(" (")[0] if ranks else "no rank"
+        waiting.append(f"{named}: waiting for {each.doing}")
     return Stall(
         token=record.token,
         time=record.time,
@@ -159,7 +164,7 @@ def _stall(record: StallDiagnosis, facts: RunFacts, tree: StackTree | None) -> S
         ended=_ended(record, cleared, done, is_open),
         is_open=is_open,
         done=done,
-        waiting=[_waiting(each) for each in record.waiting[:20]],
+        waiting=waiting,
         tree=tree,
     )
 
@@ -196,12 +201,6 @@ def _ended(
     if done:
         return "A process was ended for it."
     return "It lasts." if is_open else "No record says that it cleared: the launch ended with it."
-
-
-def _waiting(waiting: WaitingRanks) -> str:
-    ranks = [{"rank": each, "host": "", "pid": 0} for each in waiting.ranks]
-    named = sentences.who("rank", ranks).partition(" (")[0] if ranks else "no rank"
-    return f"{named}: waiting for {waiting.doing}"
 
 
 # --- Stacks -----------------------------------------------------------------------------------
@@ -291,7 +290,13 @@ def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
         if not each["function"].startswith("0x")
     ][:8]
     calls += [_call(each) for each in stack[:_MOST_CALLS]]
-    threads = [each for each in group["threads"] if each["stack"]]
+    threads = list[tuple[str, Sequence[Call]]]()
+    with_stack = [each for each in group["threads"] if each["stack"]]
+    for each in with_stack[:_MOST_THREADS]:
+        times = f" (in {each['count']})" if each["count"] > 1 else ""
+        names = ", ".join(str(name) for name in each["names"][:3])
+        shown = sentences.worth_showing(each["stack"])[:_MOST_CALLS]
+        threads.append((f"{names}{times}", [_call(call) for call in shown]))
     return Group(
         who=named if role == "rank" else f"{sentences.ROLES[role][len(members) != 1]}: {named}",
         doing=sentences.doing(known),
@@ -302,18 +307,11 @@ def _group(group: Mapping[str, Any], is_cause: bool) -> Group:
         calls=calls,
         num_more_calls=max(0, len(stack) - _MOST_CALLS),
         unread="" if group["stack"] else sentences.unread(members[0]),
-        threads=[_thread(each) for each in threads[:_MOST_THREADS]],
-        num_more_threads=max(0, len(threads) - _MOST_THREADS),
+        threads=threads,
+        num_more_threads=max(0, len(with_stack) - _MOST_THREADS),
     )
 
 
 def _call(call: Mapping[str, Any]) -> Call:
     kind = "library" if sentences.is_library(call) else "own"
     return Call(sentences.spelled(call), kind)
-
-
-def _thread(thread: Mapping[str, Any]) -> tuple[str, Sequence[Call]]:
-    times = f" (in {thread['count']})" if thread["count"] > 1 else ""
-    names = ", ".join(str(each) for each in thread["names"][:3])
-    shown = sentences.worth_showing(thread["stack"])
-    return f"{names}{times}", [_call(each) for each in shown[:_MOST_CALLS]]

@@ -214,7 +214,10 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
     """Print the result of `group_processes`, with `of` (a run or process) and `silent` hosts."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
-    tree = Tree(Text(_title(facts), style="bold"), guide_style="dim")
+    hosts, count = facts["hosts"], sum(each["count"] for each in facts["groups"])
+    where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} nodes"
+    title = f"{facts['of']}: {plural(count, 'process', 'processes')} {where}"
+    tree = Tree(Text(title, style="bold"), guide_style="dim")
     for role, groups in groupby(facts["groups"], key=lambda each: str(each["role"])):
         _add_role(tree, role, list(groups))
     for each in facts["missing"]:
@@ -228,13 +231,6 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
         tree.add(Text(f"{host}: its watcher lives, but did not answer within 10 s", style="red"))
     console.print(tree)
     console.print("[dim]Innermost calls first; some of libraries are left out (--json: all).[/dim]")
-
-
-def _title(facts: Mapping[str, Any]) -> str:
-    hosts = facts["hosts"]
-    count = sum(each["count"] for each in facts["groups"])
-    where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} nodes"
-    return f"{facts['of']}: {count} process{'' if count == 1 else 'es'} {where}"
 
 
 def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:

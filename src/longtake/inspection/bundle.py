@@ -101,7 +101,11 @@ def collect(run: RunDirectory, *, with_modules: bool = False, is_trusted: bool =
     texts = reader.texts
     texts["files.txt"] = "".join(_listed(top))
     texts["environment.json"] = json.dumps(_environment(), indent=2) + "\n"
-    texts["show.json"] = json.dumps(_facts(run), indent=2, default=str) + "\n"
+    try:
+        shown = facts.run_facts(run)
+    except (errors.LongtakeError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        shown = {"error": str(error)}
+    texts["show.json"] = json.dumps(shown, indent=2, default=str) + "\n"
     redactor = _redactor(run)
     # All texts are learned before any is redacted: a secret in one may be bare in another.
     for text in texts.values():
@@ -159,20 +163,14 @@ def _redactor(run: RunDirectory) -> redact.Redactor:
     stems = (
         path.stem for name in ("requests", "stalls") for path in (run.path / name).glob("*.json")
     )
-    launches = [
-        str(record["token"]) for record in _quietly(lambda: lease.history(run.lease_path)) or ()
-    ]
+    launches = list[str]()
+    # The records may be damaged.
+    with suppress(errors.LongtakeError, OSError, ValueError, KeyError, TypeError):
+        launches = [str(record["token"]) for record in lease.history(run.lease_path)]
     redactor = redact.Redactor(environment=os.environ, hosts=hosts, keep=[*stems, *launches])
     redactor.add_owner(os.getuid())
     redactor.add_owner(run.path.stat().st_uid)
     return redactor
-
-
-def _quietly(read: Any) -> Any:
-    """Return the result of a function that reads records; None if the records are damaged."""
-    with suppress(errors.LongtakeError, OSError, ValueError, KeyError, TypeError):
-        return read()
-    return None
 
 
 def _run_files(top: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
@@ -259,13 +257,6 @@ def _listed(top: Path) -> Iterator[str]:
                 yield f"{size:>14} {path.relative_to(top)}\n"
 
 
-def _facts(run: RunDirectory) -> dict[str, Any]:
-    try:
-        return facts.run_facts(run)
-    except (errors.LongtakeError, OSError, ValueError, KeyError, TypeError, IndexError) as error:
-        return {"error": str(error)}
-
-
 def _environment() -> dict[str, Any]:
     """Describe the machine that makes the bundle; versions of each launch are in run.json."""
     installed = {
@@ -273,6 +264,10 @@ def _environment() -> dict[str, Any]:
         for each in metadata.distributions()
         if each.metadata["Name"]
     }
+    gpus: dict[str, Any] = {}
+    asked = threading.Thread(target=lambda: gpus.update(driver_facts()), daemon=True)
+    asked.start()
+    asked.join(_DRIVER_SECONDS)
     # Only variables that change how a run trains: any other may be a secret.
     variables = {name: os.environ[name] for name in os.environ if _VARIABLES.fullmatch(name)}
     return {
@@ -283,7 +278,7 @@ def _environment() -> dict[str, Any]:
         "cores": process.num_cores(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "torch": _torch_build(),
-        "gpus": _driver_facts(),
+        "gpus": gpus if not asked.is_alive() else {"error": "the driver does not answer"},
         "variables": variables,
         "packages": dict(sorted(installed.items(), key=lambda item: item[0].lower())),
     }
@@ -303,14 +298,6 @@ def _torch_build() -> dict[str, Any]:
             if isinstance(target, ast.Name) and isinstance(value, ast.Constant):
                 found[target.id] = value.value
     return found
-
-
-def _driver_facts() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    asked = threading.Thread(target=lambda: found.update(driver_facts()), daemon=True)
-    asked.start()
-    asked.join(_DRIVER_SECONDS)
-    return found if not asked.is_alive() else {"error": "the driver does not answer"}
 
 
 def _readme(left_out: Sequence[tuple[str, str]], removed: Mapping[str, int]) -> str:

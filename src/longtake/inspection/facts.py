@@ -17,7 +17,6 @@ import numpy as np
 
 from longtake import errors, fsio, lease
 from longtake.checkpoint.files import find_damage
-from longtake.config import ConditioningSection
 from longtake.data import ledger
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
@@ -288,21 +287,17 @@ def command_to_sample(run: RunDirectory) -> str:
     recipe, prompt, inputs = run.recipe(), "…", ""
     if recipe.model_inputs() and (clip := _any_clip(run)) is not None:
         prompt = clip.caption or prompt
-        inputs = "".join(
-            f" --conditioning {shlex.quote(f'{name}={_file_of(clip, each)}')}"
-            for name, each in recipe.model_inputs().items()
-        )
+        for name, section in recipe.model_inputs().items():
+            file = given_to(clip, section)
+            # What is not a local file is named as one in the current folder.
+            if not isinstance(file, str):
+                file = "numbers.json"
+            elif "://" in file:
+                file = posixpath.basename(file)
+            inputs += f" --conditioning {shlex.quote(f'{name}={file}')}"
     suffix = "png" if recipe.data.buckets[0].num_frames == 1 else "mp4"
     words = f"--prompt {shlex.quote(prompt)}{inputs} --out sample.{suffix}"
     return f"{command()} sample {shlex.quote(str(run.path))} {words}"
-
-
-def _file_of(clip: Clip, section: ConditioningSection) -> str:
-    """Return the file to name for a clip's input; if not local, a file in the current folder."""
-    given = given_to(clip, section)
-    if not isinstance(given, str):
-        return "numbers.json"
-    return posixpath.basename(given) if "://" in given else given
 
 
 def _any_clip(run: RunDirectory) -> Clip | None:
@@ -438,26 +433,20 @@ def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
 
     A report with the step's samples comes first, then the nearest, then the newest.
     """
-    names = (
-        (path, _REPORT_NAME.fullmatch(path.name)) for path in run.guard_path.glob("step_*.json")
-    )
-    near = [
-        _Report(path, int(name[2]), _read_report(path))
-        for path, name in names
-        if name and abs(int(name[1]) + 1 - step) <= span
-    ]
+    near = list[_Report]()
+    for path in run.guard_path.glob("step_*.json"):
+        name = _REPORT_NAME.fullmatch(path.name)
+        if name is None or abs(int(name[1]) + 1 - step) > span:
+            continue
+        try:
+            near.append(_Report(path, int(name[2]), fsio.require_record(path, GuardReport)))
+        except errors.RecordError as error:
+            raise errors.RunError(
+                f"{error} It is one of the guard's reports, which nothing else needs: restore it, "
+                "or move it away and look at the rest."
+            ) from error
     ranked = sorted(near, key=lambda each: (abs(each.step - step), -each.number))
     return next((each for each in ranked if each.samples_of(step)), next(iter(ranked), None))
-
-
-def _read_report(path: Path) -> GuardReport:
-    try:
-        return fsio.require_record(path, GuardReport)
-    except errors.RecordError as error:
-        raise errors.RunError(
-            f"{error} It is one of the guard's reports, which nothing else needs: restore it, or "
-            "move it away and look at the rest."
-        ) from error
 
 
 def samples_of_step(report: GuardReport, step: int) -> list[ReportedSample]:

@@ -67,7 +67,8 @@ def still(top: Path, name: str) -> Poster:
     """
     with open_below(top, name) as file:
         status = os.fstat(file.fileno())
-        tag = _tag(top, name, status)
+        parts = map(str, (top.resolve(), name, *fsio.version_of(status)))
+        tag = hashlib.sha256("\0".join(parts).encode(errors="replace")).hexdigest()[:32]
         if kept := _read_kept(tag):
             return Poster(kept, kind_of(kept), tag)
         problem = _problems.get(tag)
@@ -102,7 +103,14 @@ class PosterTask(Task[Path, bytes]):
     memory_gib = _MEMORY_GIB
 
     def do(self, item: Path, progress: Callable[[], object]) -> bytes:
-        return _as_picture(_first_frame(Media(str(item))))
+        image, picture = _first_frame(Media(str(item))), io.BytesIO()
+        is_small = max(image.size) <= _LOSSLESS_SIDE
+        image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.BICUBIC)
+        if is_small:
+            image.save(picture, "PNG")
+        else:
+            image.save(picture, "JPEG", quality=_JPEG_QUALITY)
+        return picture.getvalue()
 
     def lost(self, item: Path, reason: str) -> bytes:
         raise errors.ClipError(str(item), reason)
@@ -117,17 +125,6 @@ def _first_frame(media: Media) -> Image.Image:
         for frame in decoded(media, container, stream):
             return Image.fromarray(np.ascontiguousarray(in_square_pixels(media, stream, frame)))
     raise errors.ClipError(str(media), "it has no frame")
-
-
-def _as_picture(image: Image.Image) -> bytes:
-    is_small = max(image.size) <= _LOSSLESS_SIDE
-    image.thumbnail((MAX_SIDE, MAX_SIDE), Image.Resampling.BICUBIC)
-    found = io.BytesIO()
-    if is_small:
-        image.save(found, "PNG")
-    else:
-        image.save(found, "JPEG", quality=_JPEG_QUALITY)
-    return found.getvalue()
 
 
 class _Decoder:
@@ -197,11 +194,6 @@ atexit.register(_decoder.close)
 
 
 # --- The cache --------------------------------------------------------------------------------
-
-
-def _tag(top: Path, name: str, status: os.stat_result) -> str:
-    parts = top.resolve(), name, *fsio.version_of(status)
-    return hashlib.sha256("\0".join(map(str, parts)).encode(errors="replace")).hexdigest()[:32]
 
 
 def _read_kept(tag: str) -> bytes | None:

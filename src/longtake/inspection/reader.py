@@ -22,6 +22,11 @@ _MOST_LINKS_LOOKED_AT = 20_000
 _LINK_FREE: Final = ("", "evaluations", "guard", "nodes", "stalls", "requests", "tracking")
 """Folders of a run whose entries must not be links, as records are read in them."""
 
+_LARGE: Final = (
+    *("checkpoints", "components", "tensorboard", "wandb", "data", "catalogs", "ledger"),
+)
+"""Folders of large files, which may be links as no page opens them."""
+
 NO_ROWS: Final = read_rows(RunDirectory(Path(os.devnull) / "none"))
 """The rows of a run without metrics."""
 
@@ -225,6 +230,7 @@ def _versions(paths: Sequence[Path]) -> tuple[Hashable, ...]:
 def links_of(run: RunDirectory) -> Iterator[Path]:
     """Yield symbolic links in the folders of a run that hold records; none is ever followed."""
     left = _MOST_LINKS_LOOKED_AT
+    may_be_links = {run.path / name for name in _LARGE}
     for name in _LINK_FREE:
         folders = [run.path / name]
         if name in ("nodes", "evaluations"):
@@ -234,16 +240,10 @@ def links_of(run: RunDirectory) -> Iterator[Path]:
             with suppress(OSError), os.scandir(folder) as entries:
                 for entry in entries:
                     left -= 1
-                    if entry.is_symlink() and not _is_data(run, entry.path):
+                    if entry.is_symlink() and Path(entry.path) not in may_be_links:
                         yield Path(entry.path)
                     if not left:
                         return
-
-
-def _is_data(run: RunDirectory, path: str) -> bool:
-    """Return whether it is a folder of large files, which may be a link as no page opens it."""
-    names = ("checkpoints", "components", "tensorboard", "wandb", "data", "catalogs", "ledger")
-    return path in {str(run.path / name) for name in names}
 
 
 def said_of_link(path: Path) -> str:

@@ -399,12 +399,6 @@ def _cache_path(path: Path) -> Path:
     return fsio.cache_folder() / "metrics" / f"{name}.rows"
 
 
-def _cache_folder(path: Path) -> Path:
-    folder = _cache_path(path).parent
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
-
-
 def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _Source | None:
     """Return what an earlier process read of this file, or None without a usable cache."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
@@ -449,7 +443,8 @@ def _hash_of_ends(file: BufferedReader, end: int) -> str:
 
 def _write_cache(path: Path, source: _Source) -> None:
     """Write the cache, and read the rows from it from then on."""
-    cache_path, folder = _cache_path(path), _cache_folder(path)
+    cache_path = _cache_path(path)
+    cache_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (
         fsio.atomic_write(cache_path, by_many=True) as partial,
         partial.open("x+b") as cache,
@@ -468,4 +463,4 @@ def _write_cache(path: Path, source: _Source) -> None:
         cache.write(json.dumps(header).encode().ljust(_HEADER_BYTES))
         cache.flush()
         source.store.read_from(cache, _HEADER_BYTES)
-    fsio.remove_oldest(folder, _MAX_CACHES)
+    fsio.remove_oldest(cache_path.parent, _MAX_CACHES)

@@ -155,12 +155,15 @@ def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
     scenes = list(dict.fromkeys((*scenes, *_all_scenes(results))))
     if len(scenes) > MOST_SCENES:
         problems.append(f"The first {MOST_SCENES} of {len(scenes):,} prompts and seeds.")
+    reference, path = NO_REFERENCE, f"evaluations/{name}/reference.json"
+    with suppress(OSError, errors.RecordError):
+        reference = _read(run, path, _REFERENCE, lambda found: found, kept)
     return SampledPreset(
         run,
         name,
         tuple(sorted(results, key=lambda each: each.step)),
         tuple(scenes[:MOST_SCENES]),
-        _reference(run, name, kept),
+        reference,
         _failed(run, name, {each.step for each in results}, kept),
         tuple(problems),
     )
@@ -257,13 +260,6 @@ def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Re
                 prompt = str(prompts[number])
             found[known.get(file) or evaluation_dir.Scene(prompt, int(parts[2]))] = file
     return Result(preset, step, found, is_whole=False)
-
-
-def _reference(run: RunDirectory, preset: str, kept: Keep) -> ReferenceRanges:
-    with suppress(OSError, errors.RecordError):
-        name = f"evaluations/{preset}/reference.json"
-        return _read(run, name, _REFERENCE, lambda found: found, kept)
-    return NO_REFERENCE
 
 
 def _failed(

@@ -220,7 +220,14 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
     lines = {
         "recipe": [facts["recipe"]],
         "begun": [format_time(facts["created"], with_date=True)],
-        "launches": _shortened([_launch(each) for each in facts["launches"]]),
+        "launches": _shortened(
+            [
+                f"{format_time(each['time'], with_date=True)}  from step {each['start_step']}, "
+                f"{plural(each['world_size'], 'process', 'processes')} on {each['device']} of "
+                f"{each['host']}"
+                for each in facts["launches"]
+            ]
+        ),
         "newest step": [_newest(facts["newest"])] if facts["newest"] else ["none yet"],
         "checkpoints": _checkpoints(facts["checkpoints"]),
         "verdicts": _shortened([said({**each, "at": each["step"]}) for each in facts["verdicts"]]),
@@ -252,14 +259,6 @@ def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
             f"{plural(facts['abandoned_rows'], 'step')} that were done, and given up"
         ]
     return lines
-
-
-def _launch(launch: Mapping[str, Any]) -> str:
-    processes = plural(launch["world_size"], "process", "processes")
-    where = f"{processes} on {launch['device']} of {launch['host']}"
-    return (
-        f"{format_time(launch['time'], with_date=True)}  from step {launch['start_step']}, {where}"
-    )
 
 
 def _newest(row: Mapping[str, Any]) -> str:
@@ -365,7 +364,15 @@ def _print_report(console: Console, report: Mapping[str, Any]) -> None:
 def _print_clips(console: Console, facts: Mapping[str, Any]) -> None:
     clips = facts["clips"]
     if not clips["samples"]:
-        _print(console, f"\nNo clips are known of step {clips['step']}{_why_none(facts)}")
+        steps = ", ".join(map(str, facts["verdict_steps"][-_MAX_LISTED:]))
+        known = f" Its verdicts are on the steps {steps}." if steps else ""
+        reasons = {
+            "guard": "the guard wrote none down.",
+            "ledger": "the ledger has none of them.",
+            None: f"it was abandoned, and no report of the guard is near.{known}",
+        }
+        why = reasons[clips["source"]]
+        _print(console, f"\nNo clips are known of step {clips['step']}: {why}")
         return
     by = "as the guard saw them" if clips["source"] == "guard" else "by the ledger"
     title = f"The clips of step {clips['step']}, batch {clips['batch']}, {by}"
@@ -387,15 +394,6 @@ def _print_clips(console: Console, facts: Mapping[str, Any]) -> None:
             f"[dim]{escape(sample['path'] or '(in no catalog that the run kept)')}[/dim]",
         )
     _print(console, table)
-
-
-def _why_none(facts: Mapping[str, Any]) -> str:
-    source, steps = facts["clips"]["source"], facts["verdict_steps"]
-    if source is not None:
-        who = "the guard wrote none down" if source == "guard" else "the ledger has none of them"
-        return f": {who}."
-    known = f" Its verdicts are on the steps {', '.join(map(str, steps[-_MAX_LISTED:]))}."
-    return f": it was abandoned, and no report of the guard is near.{known if steps else ''}"
 
 
 def _words(name: str) -> str:
