@@ -110,7 +110,7 @@ def demo(
     ] = None,
     minutes: Annotated[
         float | None,
-        typer.Option(min=0.1, help="Train for about so many minutes, instead of --steps."),
+        typer.Option(min=0.1, help="Train for about this number of minutes, instead of --steps."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the clips and of the training.")] = 0,
     out: Annotated[Path, typer.Option(help="The run directory.")] = Path("runs/demo"),
@@ -168,7 +168,10 @@ def sample(
     ] = None,
     guidance_scale_2: Annotated[
         float | None,
-        typer.Option("--guidance-2", help="Of the low-noise expert of two [default: --guidance]."),
+        typer.Option(
+            "--guidance-2",
+            help="Guidance of the low-noise expert, if there are two [default: --guidance].",
+        ),
     ] = None,
     shift: Annotated[
         float | None, typer.Option(help="Shift of the sigmas toward noise [default: the recipe's].")

@@ -19,10 +19,10 @@ def board(
     ] = Path("runs"),
     host: Annotated[
         str,
-        typer.Option(help="The address to listen on; of others than this machine, with a token."),
+        typer.Option(help="The address to listen on; one that other machines reach needs a token."),
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="The port; 0: any that is free.")
+        int, typer.Option(min=0, max=65535, help="The port; 0 chooses a free one.")
     ] = 8420,
     open_browser: Annotated[
         bool, typer.Option("--open", help="Open the page in this machine's browser.")
@@ -60,7 +60,10 @@ def report(
         Path | None, typer.Option(help="The file to write (.html) [default: RUN-report.html].")
     ] = None,
     media_mib: Annotated[
-        float, typer.Option(min=0, max=4096, help="Room for videos and pictures, in MiB.")
+        float,
+        typer.Option(
+            min=0, max=4096, help="Maximum size of the embedded videos and pictures, in MiB."
+        ),
     ] = 24.0,
     as_json: say.AsJson = False,
 ) -> None:

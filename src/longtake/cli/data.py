@@ -44,7 +44,7 @@ TimeoutSeconds = Annotated[
     typer.Option(
         min=1,
         max=1e6,
-        help="How long decoding one file may take, besides 1 s for each 64 KiB of it.",
+        help="Time limit for decoding one file, plus 1 s for each 64 KiB of it.",
     ),
 ]
 
@@ -277,7 +277,7 @@ def prepare(
     out: Annotated[Path, typer.Option(help="The folder to write clips and catalog to.")],
     gop: Annotated[int, typer.Option(help="Frames from keyframe to keyframe.")] = 12,
     crf: Annotated[int, typer.Option(help="Quality of x264: 0 (lossless) to 51.")] = 18,
-    fps: Annotated[float | None, typer.Option(help="At most so many frames a second.")] = None,
+    fps: Annotated[float | None, typer.Option(help="Maximum number of frames per second.")] = None,
     workers: Workers = None,
     on: On = None,
     memory_gib: MemoryGib = 1.0,
@@ -630,11 +630,9 @@ def cache(
     changes: say.Changes = None,
     on: On = None,
     workers: Annotated[
-        int | None, typer.Option(min=1, help="With --on: at most so many at a time.")
+        int | None, typer.Option(min=1, help="Maximum number of pieces at a time, with --on.")
     ] = None,
-    shard: Annotated[
-        str | None, typer.Option(help="Only part I of N, such as 1/4: the others elsewhere.")
-    ] = None,
+    shard: Annotated[str | None, typer.Option(help="Do only part I of N, such as 1/4.")] = None,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:

@@ -312,13 +312,15 @@ def buckets_for(template: Template, memory: str | None, data: Path) -> tuple[Buc
 def init(
     release: Annotated[
         str | None,
-        typer.Argument(help="What to start from: a folder in diffusers' layout, or a repository."),
+        typer.Argument(
+            help="The release to start from: a folder in diffusers' layout, or a repository."
+        ),
     ] = None,
     family: Annotated[
-        str | None, typer.Option(help="Without a release: the model's family, of a template.")
+        str | None, typer.Option(help="The model's family, to write a template without a release.")
     ] = None,
     task: Annotated[
-        str | None, typer.Option(help="What trains: lora, full, module or scratch.")
+        str | None, typer.Option(help="The part that is trained: lora, full, module or scratch.")
     ] = None,
     size: Annotated[str | None, typer.Option(help="The model's size, such as 1.3b.")] = None,
     memory: Annotated[
@@ -329,8 +331,8 @@ def init(
         Literal["high", "low"] | None,
         typer.Option(
             show_default=False,
-            help="Of a release with two transformers, the one that trains: for high or low noise "
-            "[default: high].",
+            help="The transformer that is trained, if a release has one for high and one for low "
+            "noise [default: high].",
         ),
     ] = None,
     data: Annotated[

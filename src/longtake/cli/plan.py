@@ -57,7 +57,7 @@ def plan(
         typer.Option(
             min=0,
             max=500,
-            help="Also predict the cost of the whole run, with this many failures of a launch.",
+            help="Also predict the cost of the whole run, at this rate of failures of a launch.",
         ),
     ] = None,
     restart_seconds: Annotated[

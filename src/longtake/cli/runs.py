@@ -28,16 +28,19 @@ def show(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     around: Annotated[
         int | None,
-        typer.Option(min=1, max=10**9, metavar="STEP", help="Look at the steps around this one."),
+        typer.Option(min=1, max=10**9, metavar="STEP", help="Show the steps around this one."),
     ] = None,
     span: Annotated[
         int | None,
         typer.Option(
-            min=0, max=10**9, help="Steps on each side: 8 in tables, 100 in plots, if unset."
+            min=0,
+            max=10**9,
+            help="Number of steps on each side [default: 8 in tables, 100 in plots].",
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="A page to write (.html): curves, events, time, recipe.")
+        Path | None,
+        typer.Option(help="Write a page (.html) with curves, events, uses of time and the recipe."),
     ] = None,
     as_json: say.AsJson = False,
 ) -> None:
@@ -80,7 +83,8 @@ def show(
 def health(
     run: Annotated[Path, typer.Argument(help="A run directory.")],
     minutes: Annotated[
-        float, typer.Option(min=0, help="How old events may be; what lasts is always listed.")
+        float,
+        typer.Option(min=0, help="Maximum age of an event; one that still lasts is always listed."),
     ] = 60.0,
     as_json: say.AsJson = False,
 ) -> None:
@@ -101,14 +105,15 @@ def health(
 
 def stacks(
     run: Annotated[
-        Path | None, typer.Argument(help="A run directory: all processes of all its nodes.")
+        Path | None, typer.Argument(help="Show the processes of all nodes of this run directory.")
     ] = None,
     pid: Annotated[
-        int | None, typer.Option(min=1, help="Or a process of this node, with all it has started.")
+        int | None,
+        typer.Option(min=1, help="Show this process of this node, and all that it has started."),
     ] = None,
     native: Annotated[
         bool,
-        typer.Option("--native", help="Calls of C as well; each process is paused for a second."),
+        typer.Option("--native", help="Also show calls of C; each process is paused for a second."),
     ] = False,
     as_json: say.AsJson = False,
 ) -> None:
@@ -169,7 +174,7 @@ def bundle(
     ] = False,
     with_modules: Annotated[
         bool,
-        typer.Option("--with-modules", help="Add the source of own classes (module:Class)."),
+        typer.Option("--with-modules", help="Add the source of your own classes (module:Class)."),
     ] = False,
     trust: say.Trust = False,
     as_json: say.AsJson = False,

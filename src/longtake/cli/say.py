@@ -19,7 +19,9 @@ Changes = Annotated[
 ]
 Trust = Annotated[
     bool,
-    typer.Option("--trust", help="Run the code that a run names, also if others began the run."),
+    typer.Option(
+        "--trust", help="Run the code that a run names, even if somebody else began the run."
+    ),
 ]
 
 
