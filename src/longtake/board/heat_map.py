@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import methodcaller
 from typing import Final
 
 import numpy as np
@@ -69,21 +68,18 @@ def _seconds(value: float) -> str:
     return f"{number(value, 3)} s" if value >= 1 else f"{number(1e3 * value, 3)} ms"
 
 
+def _of_gpu(label: str) -> RankNumber:
+    """Return the measurement of a column of the table of nodes, for each rank's own GPU."""
+    column = COLUMNS[label]
+    name, signal = column.number, column.signal
+    return RankNumber(label, f"GPU {label}", lambda it: it.of_gpu(name), column.text, signal)
+
+
 _WORK = COLUMNS["step"].signal
 MEASURES: Final = (
     RankNumber("work", "own work for a step", lambda it: it.work_seconds, _seconds, _WORK),
     RankNumber("step", "time of a step", lambda it: it.step_seconds, _seconds, _WORK),
-    *(
-        # A column of the table of nodes, for each rank's own GPU.
-        RankNumber(
-            key=label,
-            title=f"GPU {label}",
-            value=methodcaller("of_gpu", COLUMNS[label].number),
-            said=COLUMNS[label].text,
-            signal=COLUMNS[label].signal,
-        )
-        for label in ("temperature", "power", "clock")
-    ),
+    *map(_of_gpu, ("temperature", "power", "clock")),
 )
 
 

@@ -17,7 +17,7 @@ from longtake import errors, process
 from longtake.cli import say
 from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, memory_bytes
 from longtake.formatting import did_you_mean, printable
-from longtake.models import release_checks, releases
+from longtake.models import recognition, release_checks, releases
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
 _MODULE = "examples.modules.pose_adapter"
@@ -76,8 +76,6 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     Raises:
         RecipeError: no template fits; the message lists those of the family.
     """
-    from longtake.models import recognition
-
     family, task, size = family.lower(), task and task.lower(), size and size.lower()
     of_family = [each for each in templates() if each.family == family]
     releases = [
@@ -111,7 +109,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         ModelError: `release` is not a release, or longtake does not train it.
         RecipeError: there is no template for the task.
     """
-    from longtake.models import base, experts, recognition
+    from longtake.models import base, experts
 
     task = task and task.lower()
     for each in templates():
@@ -384,8 +382,6 @@ def init(
 
 def _list_templates() -> None:
     from rich.table import Table
-
-    from longtake.models import recognition
 
     table = Table("--family", "--task", "--size", "memory", "what is trained", box=None)
     for each in templates():
