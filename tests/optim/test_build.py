@@ -284,7 +284,8 @@ def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(
 ) -> None:
     """It has the recipe's rate, decay and options; what its states take is planned."""
     options = {"momentum": 0.9}
-    section = _section(kind=f"my_optim:{name}", learning_rate=0.3, options=options)
+    given = _section(kind=f"my_optim:{name}", learning_rate=0.3, options=options)
+    section = _section(**given.model_dump())  # every key is set, as in the recipe that a run keeps
     network, again = _perceptron(), _perceptron()
     [optimizer] = optimizers = build_optimizers(network, [], section, "fp32")
     wanted = {"lr": 0.3, "base_lr": 0.3, "decay": section.weight_decay, "momentum": 0.9}

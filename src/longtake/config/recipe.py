@@ -85,7 +85,7 @@ class Recipe(Section):
         if name is not None and (name not in known or known[name].kind != "mask"):
             masks = [each for each, section in known.items() if section.kind == "mask"]
             raise ValueError(
-                f'flow.loss_mask = "{name}" is no mask in data.conditioning; masks there: '
+                f'flow.loss_mask = "{name}" is not a mask in data.conditioning; masks there: '
                 f"{', '.join(masks) or 'none'}"
             )
         return self
@@ -138,9 +138,10 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _stalls_are_named_in_time(self) -> Self:
         seconds, stall = self.parallel.timeout_seconds, self.watch.min_seconds
-        # The default must not clash with a longer watch.min_seconds that a user sets.
-        is_set = "timeout_seconds" in self.parallel.model_fields_set
-        if is_set and self.watch.enabled and seconds <= stall:
+        # The default must not clash with a longer watch.min_seconds that a user sets. The default
+        # is known by its value, as the recipe that a run keeps sets every key.
+        is_default = seconds == ParallelSection.model_fields["timeout_seconds"].default
+        if not is_default and self.watch.enabled and seconds <= stall:
             raise ValueError(
                 f"parallel.timeout_seconds {seconds:g} is not more than watch.min_seconds "
                 f"{stall:g}: a launch would end before its stall is named; set it to more"

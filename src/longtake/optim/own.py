@@ -40,7 +40,8 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
     for name in ("betas", "weight_decay"):
         if name in taken:
             given[name] = getattr(section, name)
-        elif name in section.model_fields_set:
+        # The recipe that a run keeps sets every key, so a key that is set is known by its value.
+        elif getattr(section, name) != OptimizerSection.model_fields[name].default:
             raise RecipeError(f"{key} takes no {name}: remove optimizer.{name}.")
     if twice := given.keys() & section.options.keys():
         raise RecipeError(
