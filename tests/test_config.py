@@ -64,6 +64,11 @@ def test_a_recipe_is_read_with_its_types(path: Path) -> None:
     assert recipe.optimizer.betas == (0.9, 0.99)
 
 
+def test_a_kept_recipe_is_accepted_with_a_longer_watch_than_timeout(path: Path) -> None:
+    recipe = config.load(path, ["watch.min_seconds=700"])
+    assert config.parse(tomllib.loads(config.dump(recipe)), "kept") == recipe
+
+
 def test_a_byte_order_mark_is_passed_over(path: Path) -> None:
     path.write_text(_RECIPE, encoding="utf-8-sig")
     assert config.load(path).training.steps == 1000
@@ -143,7 +148,7 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ),
         (
             "recompute.memory='48'",
-            "recompute.memory: '48' is no amount of memory; write it like 48GiB or 48GB.",
+            "recompute.memory: '48' is not an amount of memory; write it like 48GiB or 48GB.",
         ),
         (
             "recompute.policy=al",
@@ -253,7 +258,7 @@ def test_files_that_cannot_be_read_are_recipe_errors(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"recipe\.toml is not valid TOML: .*line 1"):
         config.load(path)
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(RecipeError, match=r"is not valid TOML: it is no text in UTF-8\."):
+    with pytest.raises(RecipeError, match=r"is not valid TOML: it is not UTF-8 text\."):
         config.load(path)
 
 
@@ -428,18 +433,21 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
     [
         ({"catalog": None}, "data needs either one catalog or several catalogs by name"),
         ({"catalogs": {"a": "a.parquet"}}, "data needs either one catalog or several"),
-        ({"weights": {"b": 1.0}}, "data.weights names b, which is no catalog of: catalog"),
+        ({"weights": {"b": 1.0}}, "data.weights names b, which is not among the catalogs: catalog"),
         (
             {"stages": [{"name": "x", "weights": {"b": 1.0}}]},
-            "the weights of stage x names b, which is no catalog of: catalog",
+            "the weights of stage x names b, which is not among the catalogs: catalog",
         ),
         ({"buckets": None}, "data.buckets is missing: list shapes of clips, or let"),
         (
             {"auto_buckets": {"pixels": 100}},
             "data.auto_buckets.pixels is 100, less than one square of multiple_of = 16",
         ),
-        ({"repeats": {"b": 2}}, "data.repeats names b, which is no catalog of: catalog"),
-        ({"captions": {"b": {}}}, "data.captions names b, which is no catalog of: catalog"),
+        ({"repeats": {"b": 2}}, "data.repeats names b, which is not among the catalogs: catalog"),
+        (
+            {"captions": {"b": {}}},
+            "data.captions names b, which is not among the catalogs: catalog",
+        ),
         (
             {"weights": {"catalog": 1.0}, "repeats": {"catalog": 2}},
             "data.repeats and data.weights both say how often catalogs are trained",
@@ -616,8 +624,8 @@ def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> Non
         ("sampling.guidance_scale=1e308", "it should be less than or equal to 1000"),
         ("flow.shift=-1", 'should be a number above 0 and up to 1000, "release", "flux" or'),
         ("flow.shift=flax", 'should be a number above 0 and up to 1000, "release", "flux" or'),
-        ('out="a\\u0000b"', "a path has no NUL character"),
-        ("recompute.memory=" + "9" * 10_000 + "GiB", "is no amount of memory"),
+        ('out="a\\u0000b"', "a path cannot contain a NUL character"),
+        ("recompute.memory=" + "9" * 10_000 + "GiB", "is not an amount of memory"),
         ("x" * 10_000 + "=1", "is not a key of a recipe"),
         ("seed=" + "[" * 10_000, "it should be a valid integer"),
     ],

@@ -155,7 +155,7 @@ def test_a_catalog_has_the_name_of_the_folder_that_was_named(tmp_path: Path) -> 
             "name one, as in `longtake init black-forest-labs/FLUX.2-klein-base-4B`.",
         ),
         (["--family", "wan", "--size", "5b"], "there is: --task lora --size 1.3b, --task lora"),
-        (["--family", "wan", "--memory", "24"], "is no amount of memory"),
+        (["--family", "wan", "--memory", "24"], "is not an amount of memory"),
     ],
 )
 def test_mistakes_name_what_there_is(arguments: list[str], message: str, tmp_path: Path) -> None:

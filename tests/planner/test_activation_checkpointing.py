@@ -1,6 +1,5 @@
 """Running blocks by an option: what comes out, and what autograd keeps."""
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from tests.build import LateCopies
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longtake.config import RecomputeSection
 from longtake.models.numerics import autocast
@@ -78,34 +76,6 @@ def test_under_autocast_no_bf16_copies_of_weights_are_kept(toy: Any) -> None:
     assert loss.requires_grad
     copies = sum(2 * weight.numel() for weight in subject.model.parameters())
     assert memory.at["forward"] < copies / 8
-
-
-class _Ran(TorchDispatchMode):
-    """Counts what is really computed: of saved results nothing arrives here."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("option", "attentions", "others"),
-    [("keep", 1, 1), ("save-attention", 1, 2), ("recompute", 2, 2)],
-)
-def test_save_attention_computes_attention_once(
-    toy: Any, option: Activations, attentions: int, others: int
-) -> None:
-    subject = toy("cpu", num_blocks=1)
-    tokens = torch.randn(2, 40, 32, requires_grad=True)
-    with _Ran() as ran:
-        output = run_block(option, subject.blocks["blocks.0"], tokens)
-        torch.autograd.backward(output.sum())
-    assert ran.counts["_scaled_dot_product_flash_attention_for_cpu"] == attentions
-    assert ran.counts["gelu"] == others
 
 
 def test_without_gradients_nothing_is_kept(toy: Any) -> None:

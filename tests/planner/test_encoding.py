@@ -4,22 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from tests.build import TINY_WAN
 
 from longtake.config import Recipe
 from longtake.planner.devices import CPU
 from longtake.planner.forecast import Forecast, encoding_ahead, forecast, forecast_phases
 from longtake.planner.memory import outline_step
 
-_WAN = (
-    "data.buckets=[{num_frames=13, height=64, width=64}]",
-    "model.family=wan",
-    "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
-    "codec.kind=autoencoder",
-    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
-    "temperal_downsample=[true]}",
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
-)
+_WAN = (*TINY_WAN, "data.buckets=[{num_frames=13, height=64, width=64}]")
 
 
 def _known(recipe: Recipe, memory_bytes: int) -> Forecast:

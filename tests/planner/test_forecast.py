@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.build import TINY_WAN
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -36,14 +37,8 @@ _MANY_WORDS = " ".join(f"word{number}" for number in range(40))
 _Write = Callable[[str], str]
 _MIB = 2**20
 _WAN_LORA = (
-    "data.buckets=[{num_frames=5, height=32, width=32}]",
-    "model.family=wan",
+    *TINY_WAN,
     "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=32, ffn_dim=128}",
-    "codec.kind=autoencoder",
-    "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
-    "temperal_downsample=[true]}",
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
     "trainable.kind=lora",
 )
 _CASES = {  # and MiB in which only a mixture of options is the fastest
@@ -381,14 +376,9 @@ def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
 
 def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
     recipe = small_recipe(
+        *TINY_WAN,
         "data.buckets=[{num_frames=9, height=96, width=128}]",
-        "model.family=wan",
         "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=16, ffn_dim=32}",
-        "codec.kind=autoencoder",
-        "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1], num_res_blocks=1, "
-        "temperal_downsample=[true]}",
-        "text.kind=transformers",
-        "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
         "training.global_batch_size=1",
     )
     found = _suggestions(recipe, _gpu(10))
@@ -409,15 +399,11 @@ def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WAN = (
+    *TINY_WAN,
     "data.buckets=[{num_frames=29, height=32, width=32}]",
     "data.catalog=none.parquet",
-    "model.family=wan",
-    "model.config={num_layers=2, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
-    "codec.kind=autoencoder",
     "codec.config={base_dim=4, z_dim=4, dim_mult=[1, 1, 1], num_res_blocks=1, "
     "temperal_downsample=[true, true]}",
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
 )
 
 

@@ -300,19 +300,16 @@ def test_fp32_convolutions_are_rounded_to_tf32_where_that_is_allowed(
     assert took == pytest.approx(flops / ((5e11 if allowed else 1e11) * _PRODUCTS))
 
 
-def test_a_thin_product_takes_its_traffic() -> None:
-    took = _seconds(_aten.mm.default, _meta(1, 500), _meta(500, 400))
-    assert took == pytest.approx(2 * (500 + 500 * 400 + 400) / (1e10 * _TRAFFIC))
-
-
-def test_a_copy_takes_its_traffic() -> None:
-    took = _seconds(_aten.clone.default, _meta(1000, 30))
-    assert took == pytest.approx(2 * 2 * 1000 * 30 / (1e10 * _TRAFFIC))
-
-
-def test_joining_takes_the_traffic_of_all_parts() -> None:
-    took = _seconds(_aten.cat.default, [_meta(700, 30), _meta(300, 30)])
-    assert took == pytest.approx(2 * 2 * 1000 * 30 / (1e10 * _TRAFFIC))
+@pytest.mark.parametrize(
+    ("operation", "args", "numbers"),
+    [
+        (_aten.mm.default, (_meta(1, 500), _meta(500, 400)), 500 + 500 * 400 + 400),  # thin
+        (_aten.clone.default, (_meta(1000, 30),), 2 * 1000 * 30),
+        (_aten.cat.default, ([_meta(700, 30), _meta(300, 30)],), 2 * 1000 * 30),  # all parts
+    ],
+)
+def test_traffic_takes_time(operation: Any, args: Any, numbers: int) -> None:
+    assert _seconds(operation, *args) == pytest.approx(2 * numbers / (1e10 * _TRAFFIC))
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def _rows(cost: "RunCost") -> Iterator[tuple[str, float, float, str]]:
         # A failure costs the work since the last whole save, and a restart.
         work = cost.lost_seconds / cost.num_failures - cost.saving.restart
         note = (
-            f"on average {format_duration(work)} of work that no whole save has, and "
+            f"on average {format_duration(work)} of work since the last complete save, and "
             f"{format_duration(cost.saving.restart)} for the restart"
         )
         yield "failures", cost.num_failures, cost.lost_seconds, note
@@ -73,11 +73,11 @@ def _describe_bytes(cost: "RunCost") -> str:
     days, save = cost.wall_seconds / _DAY_SECONDS, cost.save_bytes
     sent = sum(stage.steps * stage.network_bytes for stage in cost.stages)
     text = (
-        f"A save has {_amount(save)}, written in "
+        f"A save of {_amount(save)} is written in "
         f"{format_short_duration(cost.saving.write)} while training continues "
         f"({_amount(save / cost.saving.write)}/s: --storage). All saves write "
         f"{_amount(cost.num_saves * save)}, {_amount(cost.num_saves * save / days)} a day; "
-        f"{_amount(cost.num_kept * save)} stay ({plural(cost.num_kept, 'save')})."
+        f"{_amount(cost.num_kept * save)} are kept ({plural(cost.num_kept, 'save')})."
     )
     return text + (f" All ranks together send {_amount(sent / days)} a day." if sent else "")
 
@@ -99,9 +99,9 @@ def _describe_failures(cost: "RunCost") -> str:
     return (
         f"{text}, with {cost.saving.failures_per_day:g} failures a day, restarts of "
         f"{format_duration(cost.saving.restart)} (--restart-seconds) and a save every "
-        f"{format_duration(longest)} at most. Least is lost with one every "
-        f"{format_duration(60 * minutes)}: {best.goodput:.2%} is kept, and "
+        f"{format_duration(longest)} at most. A save every {format_duration(60 * minutes)} loses "
+        f"least: {best.goodput:.2%} is kept, and "
         f"{_amount(cost.save_bytes * _DAY_SECONDS / 60 / minutes)} a day are written "
-        f"(--set checkpoint.minutes={minutes:.2g}; Young 1974, Daly 2006). All of it is "
-        "predicted."
+        f"(--set checkpoint.minutes={minutes:.2g}; Young 1974, Daly 2006). All numbers "
+        "are predicted."
     )

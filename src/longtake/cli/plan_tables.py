@@ -226,7 +226,10 @@ def _shortage(report: "PlanReport") -> Iterator[str]:
         for name, (needed, limit) in sizes.items()
         if name in report.short
     )
-    yield f"[red]Nothing fits.[/red] At least, it takes too much of {lacking or 'both memories'}."
+    yield (
+        "[red]Nothing fits.[/red] Even the least demanding policy takes too much "
+        f"{lacking or 'of both memories'}."
+    )
     if "host RAM" in report.short:
         yield "A computer with more RAM is planned for by --host-memory 128GiB."
     yield "What would help, each by itself:"

@@ -394,7 +394,7 @@ class DataSection(Section):
         for key, named in tables.items():
             for name in sorted(named.keys() - self.sources().keys()):
                 known = ", ".join(self.sources())
-                raise ValueError(f"{key} names {name}, which is no catalog of: {known}")
+                raise ValueError(f"{key} names {name}, which is not among the catalogs: {known}")
         if self.repeats and self.weights:
             raise ValueError(
                 "data.repeats and data.weights both say how often catalogs are trained: give one "
@@ -411,7 +411,13 @@ class DataSection(Section):
                 "data.cache keeps the latents of fixed crops, but data.random_crop cuts each epoch "
                 "elsewhere: turn one of them off"
             )
-        if self.windows is None and self._has_spans():
+        # A clip may have several windows unless all buckets are for images.
+        shapes = [*self.buckets, *(each for stage in self.stages for each in stage.buckets or ())]
+        frames = [shape.num_frames for shape in shapes]
+        if not self.buckets and self.auto_buckets is not None:
+            frames += self.auto_buckets.frames
+        has_spans = self.stills_from_videos or any(number > 1 for number in frames)
+        if self.windows is None and has_spans:
             raise ValueError(
                 "data.cache keeps the latents of a fixed number of spans of each clip: say how "
                 "many with data.windows, such as data.windows = 1"
@@ -424,14 +430,6 @@ class DataSection(Section):
                     "off (trigger and prefixes are cached)"
                 )
         return self
-
-    def _has_spans(self) -> bool:
-        """Return True if a clip may have several windows: not all buckets are for images."""
-        shapes = [*self.buckets, *(each for stage in self.stages for each in stage.buckets or ())]
-        frames = [each.num_frames for each in shapes]
-        if not self.buckets and self.auto_buckets is not None:
-            frames += self.auto_buckets.frames
-        return self.stills_from_videos or any(each > 1 for each in frames)
 
     @model_validator(mode="after")
     def _stages_fit_together(self) -> Self:

@@ -87,7 +87,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
         if isinstance(error, RecursionError):
             reason = "it is nested too deeply"
         if isinstance(error, UnicodeDecodeError):
-            reason = "it is no text in UTF-8"
+            reason = "it is not UTF-8 text"
         raise RecipeError(f"The recipe {path} is not valid TOML: {reason}.") from error
 
 
@@ -164,6 +164,8 @@ _EXPECTED = {
 _NAME_PATTERN = "be a name of small letters, digits, - and _"
 _PATTERNS = {
     "module": "be a module and a class, such as my_project.adapter:PoseAdapter",
+    "kind": "be 'adamw', 'muon', 'adamw8bit', 'prodigy', or a class of your own such as "
+    "'my_project.optim:Lion'",
     "name": _NAME_PATTERN,
     "[key]": _NAME_PATTERN,
 }

@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from longtake.config.values import (
     MAX_BATCH,
@@ -89,22 +89,10 @@ class FlowSection(Section):
         return self
 
 
-_OPTIMIZERS = ("adamw", "muon", "adamw8bit", "prodigy")
-
-
-def _optimizer_kind(kind: str) -> str:
-    if kind not in _OPTIMIZERS and not _CLASS.fullmatch(kind):
-        raise ValueError(
-            f"optimizer.kind is {kind!r}; it should be 'adamw', 'muon', 'adamw8bit', 'prodigy', or "
-            "a class of your own such as 'my_project.optim:Lion'"
-        )
-    return kind
-
-
 class OptimizerSection(Section):
     """The optimizer, its learning-rate schedule and gradient clipping."""
 
-    kind: Annotated[str, AfterValidator(_optimizer_kind)] = "adamw"
+    kind: str = Field("adamw", pattern=r"^(adamw|muon|adamw8bit|prodigy|[\w.]+:\w+)$")
     """`adamw`; `muon` trains the blocks' matrices with Muon and all other weights with AdamW;
     `adamw8bit` keeps its states in 8 bits (torchao has to be installed); `prodigy` finds the
     learning rate itself; or a torch.optim.Optimizer of your own, such as "my_project.optim:Lion",

@@ -21,7 +21,7 @@ from longtake.formatting import shorten
 def _at_home(path: Path) -> Path:
     """Replace a leading ~ by the home folder."""
     if "\0" in str(path):
-        raise ValueError("a path has no NUL character")
+        raise ValueError("a path cannot contain a NUL character")
     try:
         return path.expanduser()
     except RuntimeError as error:
@@ -71,7 +71,7 @@ def memory_bytes(text: str) -> int:
     num_bytes = 0.0 if found is None else float(found[1]) * _UNIT_BYTES[found[2]]
     if not 1 <= num_bytes <= _MAX_MEMORY_BYTES:
         raise RecipeError(
-            f"{shorten(repr(text))} is no amount of memory; write it like 48GiB or 48GB."
+            f"{shorten(repr(text))} is not an amount of memory; write it like 48GiB or 48GB."
         )
     return int(num_bytes)
 

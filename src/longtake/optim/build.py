@@ -138,22 +138,16 @@ def has_cpp_compiler() -> bool:
 
 def has_eight_bit_state(parameter: Tensor) -> bool:
     """Return True if a parameter's states can be kept in 8 bits, on every rank."""
-    return all(
-        size >= _MIN_EIGHT_BIT_NUMBERS and size % EIGHT_BIT_BLOCK == 0
-        for size in _shard_sizes(parameter)
-    )
-
-
-def _shard_sizes(parameter: Tensor) -> list[int]:
-    """Return the elements of a parameter on each rank; FSDP2 cuts its rows into equal parts."""
-    if not isinstance(parameter, DTensor):
-        return [parameter.numel()]
-    mesh, placements = parameter.device_mesh, parameter.placements
-    sharded = [mesh.size(dim) for dim, at in enumerate(placements) if isinstance(at, Shard)]
-    num_parts, (rows, *columns) = math.prod(sharded), parameter.shape
-    share = math.ceil(rows / num_parts)
-    parts = [min(share, max(0, rows - share * number)) for number in range(num_parts)]
-    return [part * math.prod(columns) for part in parts]
+    sizes = [parameter.numel()]
+    if isinstance(parameter, DTensor):
+        # FSDP2 cuts the rows into equal parts, the last of which may be smaller.
+        mesh, placements = parameter.device_mesh, parameter.placements
+        sharded = [mesh.size(dim) for dim, at in enumerate(placements) if isinstance(at, Shard)]
+        num_parts, (rows, *columns) = math.prod(sharded), parameter.shape
+        share = math.ceil(rows / num_parts)
+        parts = [min(share, max(0, rows - share * number)) for number in range(num_parts)]
+        sizes = [part * math.prod(columns) for part in parts]
+    return all(size >= _MIN_EIGHT_BIT_NUMBERS and size % EIGHT_BIT_BLOCK == 0 for size in sizes)
 
 
 def _eight_bit_adamw(parameters: Sequence[Tensor], section: OptimizerSection) -> Optimizer:

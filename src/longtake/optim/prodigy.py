@@ -57,12 +57,13 @@ class Prodigy(Fp32Optimizer):
         moved, weighted = total.tolist()
         if not weighted:  # no gradient yet
             return
-        scale = distance / _FIRST_DISTANCE
-        group["numerator"] = math.sqrt(beta2) * group["numerator"] + scale * rate * moved
+        gained = distance / _FIRST_DISTANCE * rate * moved
+        group["numerator"] = math.sqrt(beta2) * group["numerator"] + gained
         # The estimate never falls.
         group["distance"] = max(distance, group["numerator"] / weighted)
         group["num_steps"] = done
         for parameter in parameters:
+            # In a function of its own, so that only one parameter's temporary tensors are there.
             self._move(parameter, group, rate)
 
     def _accumulate(self, parameter: Tensor, beta1: float, beta2: float, distance: float) -> Tensor:

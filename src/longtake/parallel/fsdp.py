@@ -1,7 +1,7 @@
 """Sharding by FSDP2 (`fully_shard`) or replication of a model, and its gradients."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,17 +56,34 @@ def apply_fsdp(
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,
     )
+    for part, module, _ in list(sharding_units(model, blocks)):
+        sharded = fully_shard(module, mesh=world.mesh, mp_policy=kept)
+        sharded.set_custom_all_gather(_Gather())
+        # An added module's `prepare` is called apart from its forward pass.
+        if module is not part and hasattr(module, "prepare"):
+            register_fsdp_forward_method(module, "prepare")
+
+
+def sharding_units(
+    model: nn.Module, blocks: Sequence[nn.Module]
+) -> Iterator[tuple[nn.Module, nn.Module, list[nn.Parameter]]]:
+    """Yield the modules that FSDP2 shards as units, in order.
+
+    A unit of FSDP2 must train in one dtype, but Wan keeps a few weights of each block in fp32 while
+    all others are in bf16.
+
+    Yields:
+        The block or model that a unit belongs to, its module, and those of its parameters that
+        belong to no unit before.
+    """
+    taken: set[nn.Parameter] = set()
     for part in (*blocks, model):
-        trained = _trained_dtypes(part)
-        for inner in _of_other_dtypes(part, trained[0]) if trained else []:
-            _shard(inner, world, kept)
-            if hasattr(inner, "prepare"):  # an added module's, called apart from forward
-                register_fsdp_forward_method(inner, "prepare")
-        _shard(part, world, kept)
-
-
-def _shard(module: nn.Module, world: World, policy: MixedPrecisionPolicy) -> None:
-    fully_shard(module, mesh=world.mesh, mp_policy=policy).set_custom_all_gather(_Gather())
+        trained = [p.dtype for p in part.parameters() if p.requires_grad and p not in taken]
+        inner = _of_other_dtypes(part, trained[0], taken) if trained else []
+        for module in (*inner, part):
+            mine = [p for p in module.parameters() if p not in taken]
+            taken.update(mine)
+            yield part, module, mine
 
 
 class _Gather(DefaultAllGather):
@@ -103,25 +120,18 @@ def gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
             parameter.grad_dtype = dtype
 
 
-def _of_other_dtypes(module: nn.Module, dtype: torch.dtype) -> list[nn.Module]:
-    """Return the largest parts of a module that train in no weight of the given dtype.
-
-    A unit of FSDP2 must train in one dtype, but Wan keeps a few weights of each block in fp32 while
-    all others are in bf16.
-    """
+def _of_other_dtypes(
+    module: nn.Module, dtype: torch.dtype, taken: Collection[nn.Parameter]
+) -> list[nn.Module]:
+    """Return the largest parts of a module that train in no weight of the given dtype."""
     parts: list[nn.Module] = []
     for child in module.children():
-        dtypes = _trained_dtypes(child)
+        dtypes = {p.dtype for p in child.parameters() if p.requires_grad and p not in taken}
         if dtype in dtypes or isinstance(child, nn.ModuleList):
-            parts += _of_other_dtypes(child, dtype)
+            parts += _of_other_dtypes(child, dtype, taken)
         elif dtypes:
             parts.append(child)
     return parts
-
-
-def _trained_dtypes(module: nn.Module) -> list[torch.dtype]:
-    mine = (p for p in module.parameters() if not isinstance(p, DTensor))
-    return list(dict.fromkeys(p.dtype for p in mine if p.requires_grad))
 
 
 def set_gradient_sync(model: nn.Module, wanted: bool) -> None:

@@ -62,16 +62,14 @@ class ActivationOffload:
         """Start a new forward pass: forget the last block of the pass before."""
         self._last, self._given = None, set()
 
-    @property
-    def last_bytes(self) -> int:
-        """Bytes of the last block's saved tensors that are on the host."""
-        return 0 if self._last is None else self._last.num_bytes
+    def last_bytes(self, *, on_cpu: bool) -> tuple[int, int]:
+        """Return the bytes of the last block's tensors on the host, and the memory they take there.
 
-    def last_host_bytes(self, *, on_cpu: bool) -> int:
-        """Return the host memory of `last_bytes`; for CUDA, torch rounds pinned tensors up."""
-        if self._last is None or on_cpu:
-            return self.last_bytes
-        return self._last.pinned_bytes
+        For CUDA, torch rounds pinned tensors up.
+        """
+        if self._last is None:
+            return 0, 0
+        return self._last.num_bytes, self._last.num_bytes if on_cpu else self._last.pinned_bytes
 
     def to_host(self, tensor: Tensor) -> Any:
         """Start a copy to the host, which is complete after `wait`."""

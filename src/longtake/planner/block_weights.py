@@ -4,7 +4,7 @@ Both follow from shapes, so that one trace of a step serves every choice.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -89,23 +89,24 @@ def _quantized_bytes(
 
 
 @contextmanager
-def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """Let a block of fake tensors compute with streamed or quantised weights in the context."""
-    layers: list[Any] = list(frozen_linears(block).values())
+def blocks_with(
+    names: Sequence[BlockWeights], blocks: Sequence[nn.Module], mode: FakeTensorMode
+) -> Iterator[dict[nn.Module, int]]:
+    """Let blocks of fake tensors compute with streamed or quantised weights in the context.
+
+    Yields the bytes of each streamed block.
+    """
+    layers: list[Any] = [layer for block in blocks for layer in frozen_linears(block).values()]
     before = [(layer, layer._parameters["weight"], dict(layer._buffers)) for layer in layers]
-    if name == "stream":
-        look_up_weights(block)
-    elif name != "keep":
-        for layer in layers:
-            weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-        quantize_linears(block, name)
-        with mode:
-            for layer in layers:
-                for key, buffer in layer.named_buffers():
-                    layer._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
+    streamed: dict[nn.Module, int] = {}
     try:
-        yield
+        for name, block in zip(names, blocks, strict=True):
+            if name == "stream":
+                look_up_weights(block)
+                streamed[block] = streamed_bytes(block)
+            elif name != "keep":
+                _quantize_fake(block, name, mode)
+        yield streamed
     finally:
         # Undo the new classes, weights and buffers of streamed or quantised layers.
         for layer, weight, buffers in before:
@@ -114,16 +115,16 @@ def layers_with(name: BlockWeights, block: nn.Module, mode: FakeTensorMode) -> I
             layer._buffers = buffers
 
 
-@contextmanager
-def blocks_with(
-    names: Sequence[BlockWeights], blocks: Sequence[nn.Module], mode: FakeTensorMode
-) -> Iterator[dict[nn.Module, int]]:
-    """Apply `layers_with` to all blocks of a model; yields the bytes of each streamed block."""
-    with ExitStack() as changed:
-        for name, block in zip(names, blocks, strict=True):
-            changed.enter_context(layers_with(name, block, mode))
-        chosen = [block for name, block in zip(names, blocks, strict=True) if name == "stream"]
-        yield {block: streamed_bytes(block) for block in chosen}
+def _quantize_fake(block: nn.Module, kind: Quantization, mode: FakeTensorMode) -> None:
+    layers: list[Any] = list(frozen_linears(block).values())
+    for layer in layers:
+        weight = torch.empty(layer.weight.shape, dtype=layer.weight.dtype, device="meta")
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    quantize_linears(block, kind)
+    with mode:
+        for layer in layers:
+            for key, buffer in layer.named_buffers():
+                layer._buffers[key] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def buffer_bytes(streamed: Floats) -> float:

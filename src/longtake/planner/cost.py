@@ -12,7 +12,8 @@ import numpy as np
 
 from longtake.config import Bucket, Recipe, Stage
 from longtake.errors import PlanError
-from longtake.planner import activation_checkpointing, memory, mesh
+from longtake.planner import memory, mesh
+from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.forecast import Forecast, PhaseForecast
 from longtake.planner.trace import StepTrace
@@ -304,23 +305,18 @@ def clip_seconds(
     different = np.unique(list(tokens.values()))
     middle = different[np.abs(different - different[-1] / 2).argmin()]
     chosen = np.unique([different[0], middle, different[-1]])
-    shapes = [next(shape for shape in tokens if tokens[shape] == number) for number in chosen]
-    traced = [_traced_seconds(recipe, device, shape) for shape in shapes]
+    num_ranks, policy, traced = recipe.parallel.context, recipe.recompute.chosen(), []
+    # "best" depends on memory; its recomputation is not counted.
+    if policy not in POLICIES:
+        policy = "none"
+    for number in chosen:
+        shape = next(shape for shape in tokens if tokens[shape] == number)
+        alone = recipe.data.model_copy(update={"buckets": (shape,), "stages": ()})
+        own = recipe.model_copy(update={"data": alone})
+        step = memory.outline_step(own, device, num_ranks)
+        options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
+        seconds = step.tracer.trace(options).seconds
+        traced.append(seconds * num_ranks / step.batch.micro_batch_size)
     # Exact at the traced buckets, of which there is one more than the degree.
     known = np.polynomial.Polynomial.fit(chosen, traced, len(chosen) - 1)
     return {shape: float(known(number)) for shape, number in tokens.items()}
-
-
-def _traced_seconds(recipe: Recipe, device: DeviceBudget, shape: Bucket) -> float:
-    alone = recipe.data.model_copy(update={"buckets": (shape,), "stages": ()})
-    num_ranks = recipe.parallel.context
-    own = recipe.model_copy(update={"data": alone})
-    step = memory.outline_step(own, device, num_ranks)
-    policy = recipe.recompute.chosen()
-    # "best" depends on memory; its recomputation is not counted.
-    if policy not in activation_checkpointing.POLICIES:
-        policy = "none"
-    options = activation_checkpointing.options_of(
-        policy, step.block_names, step.tracer.subject.weights[0]
-    )
-    return step.tracer.trace(options).seconds * num_ranks / step.batch.micro_batch_size

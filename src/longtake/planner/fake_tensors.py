@@ -5,7 +5,7 @@ computes each result again, or looks it up by a key that takes longer to build t
 operation takes. `CachedFakeMode` has a cheaper key, and creates the result itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +127,11 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             tensor = torch.empty(0, dtype=dtype, device="meta")
             tensor.set_(given[source].untyped_storage(), layout.offset, shape, stride)
         return FakeTensor(self, tensor, layout.device)
+
+
+def empty_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Create tensors of these shapes and types, in a fake mode without memory."""
+    return {name: torch.empty(x.shape, dtype=x.dtype) for name, x in tensors.items()}
 
 
 def _describe(values: Iterable[Any], parts: list[Any], given: list[FakeTensor]) -> bool:

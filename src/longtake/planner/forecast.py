@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
@@ -20,10 +19,12 @@ from longtake.models.conditioning import outline_conditioning
 from longtake.models.lora_files import read_lora
 from longtake.models.numerics import autocast, count_weights
 from longtake.models.trainable import lora_layers
-from longtake.planner import activation_checkpointing, encoding, fake_tensors, memory, solver
+from longtake.planner import encoding, fake_tensors, memory, solver
+from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.attention_check import KernelChooser
 from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget
+from longtake.planner.fake_tensors import empty_like
 from longtake.planner.record import BlockWeights, Options, PolicyForecast, StaticMemory
 from longtake.planner.sampling_phase import sampling_phase
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
@@ -109,7 +110,7 @@ class Forecast:
         name = self.least.name
         policy, _, weights = name.partition("+")
         base: BlockWeights = "stream" if weights else self.step.tracer.subject.weights[0]
-        options = activation_checkpointing.options_of(policy, self.step.block_names, base)
+        options = options_of(policy, self.step.block_names, base)
         return options, self.traces[name]
 
     @property
@@ -174,16 +175,10 @@ def forecast(
         ) from error
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
-    budget, update = device.budget_bytes, 0
-    if budget is not None:
-        # The solver sees forward and backward pass only, so its budget is what the rest leaves.
-        static = memory.static_memory(step, traces["none"].input_bytes)
-        beside = static.resident - static.elsewhere
-        budget, update = budget - beside, static.update_bytes - beside
-    best = solver.find_best(step.tracer, sweep, budget, update)
+    best = _find_best(step, sweep)
     # Nothing fits: show the least that streaming makes possible, too.
     if best is None and step.tracer.subject.weights[:2] == ("keep", "stream"):
-        least = activation_checkpointing.options_of("all", step.block_names, "stream")
+        least = options_of("all", step.block_names, "stream")
         traces["all+stream"] = step.tracer.trace(least)
 
     def row(name: str, trace: StepTrace) -> PolicyForecast:
@@ -277,7 +272,7 @@ def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list
     policy, kept = step.recipe.recompute.chosen(), traces["none"]
     if policy not in traces:
         return traps
-    options = activation_checkpointing.options_of(policy, step.block_names)
+    options = options_of(policy, step.block_names)
     # Blocks that no gradient passes save nothing, so that recomputing them is idle.
     no_gradient = {
         name: options[name].activations
@@ -291,6 +286,16 @@ def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list
         for name, block in kept.blocks.items()
     }
     return [*idle_recompute(no_gradient, saved), *traps]
+
+
+def _find_best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOptions | None:
+    if step.device.budget_bytes is None:
+        return solver.find_best(step.tracer, sweep, None)
+    static = memory.static_memory(step, sweep.traces["none"].input_bytes)
+    # The solver sees forward and backward pass only, so its budget is what the rest leaves.
+    beside = static.resident - static.elsewhere
+    budget = step.device.budget_bytes - beside
+    return solver.find_best(step.tracer, sweep, budget, static.update_bytes - beside)
 
 
 @dataclass(frozen=True)
@@ -479,19 +484,17 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
         )
 
 
-@dataclass(frozen=True)
-class PhaseForecast:
-    """Memory and time of one part at work: encoders, codec or model alone, or a training step."""
+@dataclass(frozen=True, kw_only=True)
+class PhaseForecast(InferenceTrace):
+    """A trace of one part at work: encoders, codec or model alone, or a training step.
+
+    Its seconds are those of one caption, clip or forward pass; for `step`, of all encoding by this
+    process in one update; for `sampling`, of all presets on all processes together.
+    """
 
     name: str
     """`text`, `encode`, `step` (training while encoders work), `model`, `decode` or `sampling`."""
-    weight_bytes: int
-    peak_bytes: int  # with weights, without workspaces of convolutions
-    seconds: float
-    """Time of one caption, clip or forward pass; for `step`, of all encoding by this process in one
-    update; for `sampling`, of all presets on all processes together."""
     fits: bool | None  # None: no budget
-    how: str = ""  # note of the `InferenceTrace`
 
 
 @dataclass(frozen=True)
@@ -562,12 +565,7 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
     budget = step.device.budget_bytes
     return [
         PhaseForecast(
-            name,
-            trace.weight_bytes,
-            trace.peak_bytes,
-            trace.seconds,
-            None if budget is None else trace.peak_bytes <= budget,
-            trace.how,
+            **vars(trace), name=name, fits=None if budget is None else trace.peak_bytes <= budget
         )
         for name in ("text", "encode", "step", "model", "decode", "sampling")
         if (trace := traces.get(name))
@@ -588,33 +586,29 @@ def _model_alone(
     blocks, budget = components.family.blocks(components.model), step.device.budget_bytes
     kinds: list[BlockWeights] = ["keep" if each == "stream" else each for each in held]
 
+    def denoise() -> None:
+        # One forward pass over one video, as sampling in two passes does.
+        bucket = step.batch.bucket
+        latents = torch.empty(1, *latent_shape(components.codec, bucket))
+        conditioning = empty_like(outline_conditioning(components, step.recipe, bucket))
+        # bf16 weights compute in bf16 without autocast.
+        precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
+        with autocast(precision, torch.device("cpu")):
+            components.predict_velocity(latents, torch.empty(1), conditioning)
+
     def trace(place: BlockWeights) -> InferenceTrace:
         with (
             blocks_with(kinds, blocks, mode),
             blocks_with([place] * len(blocks), blocks, mode) as streamed,
             mode,
         ):
-            run = partial(_denoise, components, step)
-            return trace_inference(mode, [components.model], run, step.device, streamed)
+            return trace_inference(mode, [components.model], denoise, step.device, streamed)
 
     whole = trace("keep")
     may_stream = step.device.target == "cuda" and streams_for_sampling(step.recipe)
     if budget is None or whole.peak_bytes <= budget or not may_stream:
         return whole
     return replace(trace("stream"), how="weights streamed")
-
-
-def _denoise(components: Components, step: memory.MetaStep) -> Tensor:
-    """Run one forward pass over one video, as sampling in two passes does."""
-    shape = latent_shape(components.codec, step.batch.bucket)
-    conditioning = {
-        name: torch.empty(each.shape, dtype=each.dtype)
-        for name, each in outline_conditioning(components, step.recipe, step.batch.bucket).items()
-    }
-    # bf16 weights compute in bf16 without autocast.
-    precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
-    with autocast(precision, torch.device("cpu")):
-        return components.predict_velocity(torch.empty(1, *shape), torch.empty(1), conditioning)
 
 
 def _encoding_in_step(
@@ -630,8 +624,7 @@ def _encoding_in_step(
     if step.is_accumulating:
         there += static.gradients
     more = max(work.activation_bytes for work in encoders)
-    mine = -(
-        -step.batch.micro_batch_size // step.recipe.parallel.context
-    )  # the others', by other ranks
+    # Ranks that share the tokens of a clip also share out the clips that are encoded.
+    mine = -(-step.batch.micro_batch_size // step.recipe.parallel.context)
     num_clips = mine * step.batch.num_micro_batches
     return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoders))

@@ -94,14 +94,6 @@ class GradientDemand:
     upstream: ParameterSet
 
 
-@dataclass
-class Fp32Copies:
-    """fp32 copies of 16-bit tensors, which trainable fp32 weights require."""
-
-    count: int = 0
-    num_bytes: int = 0
-
-
 class Provenance(TorchFunctionMode):
     """Records the parameters behind each tensor, and the places where gradients are lost."""
 
@@ -123,7 +115,8 @@ class Provenance(TorchFunctionMode):
         self.used: ParameterSet = 0
         self.cuts: list[LostGradient] = []
         self.demands: list[GradientDemand] = []
-        self.copies: dict[str, Fp32Copies] = {}
+        self.copies: dict[str, list[int]] = {}
+        """Bytes of fp32 copies of 16-bit tensors for trainable fp32 weights, by module."""
 
     def of(self, values: Any) -> ParameterSet:
         """Return the parameters behind the tensors in a value, which may be nested."""
@@ -162,13 +155,9 @@ class Provenance(TorchFunctionMode):
         is_cast = name in _CASTS and isinstance(given[0], Tensor) and given[0].dtype in _HALF
         if is_cast and outputs[0].dtype == torch.float32:
             self._casts[outputs[0]] = outputs[0].nbytes
-        if upstream := self.of(given):
-            self._record_use(given)
-            self._record_cut(func, name, given, outputs)
-            for tensor in outputs:
-                self._of[tensor] = upstream
-
-    def _record_use(self, given: list[Any]) -> None:
+        upstream = self.of(given)
+        if not upstream:
+            return
         own = [tensor for tensor in tensors_in(given) if id(tensor) in self._own]
         for parameter in own:
             bit = self._own[id(parameter)]
@@ -180,9 +169,10 @@ class Provenance(TorchFunctionMode):
             for tensor in tensors_in(given):
                 num_bytes = self._casts.pop(tensor, 0)
                 if num_bytes:
-                    copies = self.copies.setdefault(self._position.module, Fp32Copies())
-                    copies.count += 1
-                    copies.num_bytes += num_bytes
+                    self.copies.setdefault(self._position.module, []).append(num_bytes)
+        self._record_cut(func, name, given, outputs)
+        for tensor in outputs:
+            self._of[tensor] = upstream
 
     def _record_cut(
         self, func: Callable[..., Any], name: str, given: list[Any], outputs: Sequence[Tensor]

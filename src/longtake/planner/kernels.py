@@ -107,8 +107,12 @@ def _cuda_attention(
         repeats = query.shape[-3] // key.shape[-3]
         # The memory-efficient kernel takes one key and value per head.
         key, value = (part.repeat_interleave(repeats, -3) for part in (key, value))
+    bias = attn_mask
+    if bias is not None:  # the kernel takes a bias for every head, added to the scores
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
+        bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     efficient = _aten._scaled_dot_product_efficient_attention
-    bias = _as_bias(attn_mask, query, key)
     return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
@@ -136,15 +140,6 @@ def _cuda_kernel(
     """Choose the kernel for an attention whose result is saved."""
     kernel = _chosen(query, key, value, mask, bool(how.get("is_causal")))
     return {"flash": attention.FLASH, "efficient": attention.EFFICIENT}.get(kernel)
-
-
-def _as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Convert a mask to what kernels take: a bias for every head, added to the scores."""
-    if mask is None:
-        return None
-    if mask.dtype == torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
-    return mask.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
 
 
 def _in_fp32_under_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -31,7 +31,7 @@ from longtake.planner.batch_sizes import StageBatch, bucket_tokens, largest_batc
 from longtake.planner.block_weights import can_quantize
 from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.encoding import ahead_bytes
-from longtake.planner.fake_tensors import FakeTokenSharing
+from longtake.planner.fake_tensors import FakeTokenSharing, empty_like
 from longtake.planner.record import BlockWeights, OptimizerBytes, PolicyForecast, StaticMemory
 from longtake.planner.trace import StepTrace, Subject, Tracer
 
@@ -119,9 +119,8 @@ def outline_step(
     refuse_idle_ranks(recipe, data_size)
     components = _outline_model(recipe, num_shards, per_node)
     lengths = bucket_tokens(recipe, components)
-    batches = [
-        largest_batch(recipe, stage, lengths, data_size) for stage in recipe.data.curriculum()
-    ]
+    stages = recipe.data.curriculum()
+    batches = [largest_batch(recipe, stage, lengths, data_size) for stage in stages]
     # Of micro-batches with equal tokens, the one with the longest clips: attention is quadratic.
     largest = max(batches, key=lambda batch: (batch.num_tokens, lengths[batch.bucket]))
     # Every GPU that can be planned for supports bf16.
@@ -149,8 +148,8 @@ def outline_step(
         recipe, components, tracer, precision, largest, tuple(batches), world_size, per_node
     )
     if device.target == "cuda" and recipe.training.encode_ahead is True:
-        ahead = ahead_bytes(recipe, components, largest, device)
-        step = replace(step, encoding_bytes=ahead or 0)
+        ahead = ahead_bytes(recipe, components, largest, device) or 0
+        return replace(step, encoding_bytes=ahead)
     return step
 
 
@@ -234,9 +233,7 @@ def _make_subject(
 
     def make_inputs() -> FlowBatch:
         latents = torch.empty(batch_size, *shape)
-        conditioning = {
-            name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in outlined.items()
-        }
+        conditioning = empty_like(outlined)
         noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
         weights = torch.empty(batch_size, 1, *shape[1:]) if recipe.flow.loss_mask else None
         return FlowBatch(latents, noise, sigmas, conditioning, weights)

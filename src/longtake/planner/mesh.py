@@ -9,12 +9,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 
 from longtake.data.batch import num_places
 from longtake.errors import RecipeError
 from longtake.parallel.context_parallel import heads_size
+from longtake.parallel.fsdp import sharding_units
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.forecast import Forecast, what_if
 from longtake.planner.memory import MetaStep, gathered_itemsize
@@ -183,29 +183,11 @@ def fsdp_units(step: MetaStep) -> list[FsdpUnit]:
     model, blocks = step.components.model, step.tracer.subject.blocks
     if step.num_shards == 1:
         return [_fsdp_unit(None, True, list(model.parameters()), step)]
-    taken: set[Tensor] = set()
-    units: list[FsdpUnit] = []
-    for name, part in (*blocks.items(), (None, model)):
-        free = [p for p in part.parameters() if p not in taken]
-        dtypes = [p.dtype for p in free if p.requires_grad]
-        inner = list(_of_other_dtypes(part, dtypes[0], taken)) if dtypes else []
-        for held in (*inner, free):
-            mine = [p for p in held if p not in taken]
-            taken.update(mine)
-            units.append(_fsdp_unit(name, name is None and held is free, mine, step))
-    return units
-
-
-def _of_other_dtypes(
-    module: nn.Module, dtype: torch.dtype, taken: set[Tensor]
-) -> Iterator[list[nn.Parameter]]:
-    for child in module.children():
-        free = [p for p in child.parameters() if p not in taken]
-        dtypes = {p.dtype for p in free if p.requires_grad}
-        if dtype in dtypes or isinstance(child, nn.ModuleList):
-            yield from _of_other_dtypes(child, dtype, taken)
-        elif dtypes:
-            yield free
+    names = {block: name for name, block in blocks.items()}
+    return [
+        _fsdp_unit(names.get(part), module is model, parameters, step)
+        for part, module, parameters in sharding_units(model, list(blocks.values()))
+    ]
 
 
 def _fsdp_unit(

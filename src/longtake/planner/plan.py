@@ -22,7 +22,8 @@ from longtake.models.numerics import Precision
 from longtake.parallel import attention_rules
 from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner import activation_checkpointing, attention_check
+from longtake.planner import attention_check
+from longtake.planner.activation_checkpointing import caller, options_of
 from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
@@ -141,9 +142,7 @@ def run_blocks(options: Options, components: Components) -> None:
     if all(option == KEEP for option in options.values()):
         return
     names = dict(components.model.named_modules())
-    call = activation_checkpointing.caller(
-        {names[name]: option for name, option in options.items()}
-    )
+    call = caller({names[name]: option for name, option in options.items()})
     components.family.block.call_by(components.model, call)
 
 
@@ -204,9 +203,7 @@ def _try_to_plan(
 def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> TrainingPlan:
     """Plan a policy that the recipe names; predicts memory if it recomputes or has a limit."""
     policy = step.recipe.recompute.chosen()
-    options = activation_checkpointing.options_of(
-        policy, step.block_names, step.tracer.subject.weights[0]
-    )
+    options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
     try:
         gradients = check_gradients(step)
     except CannotBePlannedError as error:  # the model may train all the same

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter
 from longtake import fsio
 from longtake.config import Bucket
 from longtake.errors import RecordError
+from longtake.formatting import number_ranges
 from longtake.run_dir import EventKind
 
 _T = TypeVar("_T")
@@ -63,19 +64,16 @@ def blocks_by_option(options: Options) -> list[tuple[BlockOption, int, str]]:
 
 def name_ranges(names: Sequence[str]) -> str:
     """Shorten names to ranges: blocks.0, blocks.1 and blocks.3 become blocks.0-1, 3."""
-    ranges: list[tuple[str, int, int]] = []  # prefix, first number, last number
-    for name in names:
+
+    def split(name: str) -> tuple[str, bool]:
+        """Return a name without its number, and whether it has one."""
         front, _, end = name.rpartition(".")
-        number = int(end) if end.isdigit() else -1
-        # [::2] is the prefix and the last number: the name continues the range.
-        if ranges and ranges[-1][::2] == (front, number - 1):
-            ranges[-1] = front, ranges[-1][1], number
-        else:
-            ranges.append((front if number >= 0 else name, number, number))
+        return (front, True) if end.isdecimal() else (name, False)
+
     texts = []
-    for (before, *_), (front, first, last) in pairwise([("", -1, -1), *ranges]):
-        numbers = "" if first < 0 else f"{first}-{last}" if last > first else str(first)
-        texts.append(numbers if numbers and front == before else f"{front}.{numbers}".rstrip("."))
+    for (front, is_numbered), group in groupby(names, split):
+        numbers = [int(name.rpartition(".")[2]) for name in group if is_numbered]
+        texts.append(f"{front}.{number_ranges(numbers)}" if is_numbered else front)
     return ", ".join(texts)
 
 

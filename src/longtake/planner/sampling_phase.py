@@ -12,7 +12,7 @@ from longtake.flow.solver import SolverName, integrate, num_evaluations
 from longtake.formatting import plural
 from longtake.models.components import Components
 from longtake.models.conditioning import outline_conditioning
-from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.fake_tensors import CachedFakeMode, empty_like
 from longtake.planner.memory import MetaStep, module_bytes, static_memory
 from longtake.planner.trace import InferenceTrace, trace_inference
 from longtake.run_dir import RunDirectory
@@ -136,8 +136,7 @@ def _denoise(
     shape = fitting_shape(components, step.recipe, preset.bucket)
 
     def conditioning() -> dict[str, torch.Tensor]:
-        outlined = outline_conditioning(components, step.recipe, preset.bucket, count)
-        return {name: torch.empty(x.shape, dtype=x.dtype) for name, x in outlined.items()}
+        return empty_like(outline_conditioning(components, step.recipe, preset.bucket, count))
 
     scale, solver = _scale(components, preset), preset.settings.solver
     unconditional = conditioning() if scale > 1 else None

@@ -15,7 +15,7 @@ import numpy as np
 
 from longtake.models.streamed import NUM_BUFFERS
 from longtake.parallel.transfer import pinned_bytes
-from longtake.planner import activation_checkpointing
+from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, RECOMPUTED, options_of
 from longtake.planner.block_weights import (
     Floats,
     WeightCosts,
@@ -160,7 +160,7 @@ def costs_of(
 
     # A recomputed block dequantises its weights twice in the backward pass: forward, then backward.
     made, work = tall([each.seconds for each in weights]), tall([each.work for each in weights])
-    again = np.array([[float(name in activation_checkpointing.RECOMPUTED) for name in names]])
+    again = np.array([[float(name in RECOMPUTED) for name in names]])
     has_backward = np.isfinite(kept.at_backward)[:, None]
     return replace(
         kept,
@@ -275,8 +275,11 @@ def fastest(
         LinearConstraint(joined(host.reshape(1, -1)), -np.inf, host_room),
     ]
     most = np.concatenate([1 - _pointless(costs).ravel(), np.full(num_waits + 1, np.inf)])
+    # Options have to gain something in order to be chosen.
+    gains = [_LEAST_GAIN[each.weights] + _LEAST_GAIN[each.activations] for each in costs.options]
+    preferred = costs.seconds + np.array(gains) * costs.seconds[:, :1]
     found = milp(
-        np.concatenate([_preferred(costs).ravel() / scale, np.ones(num_waits), [0]]),
+        np.concatenate([preferred.ravel() / scale, np.ones(num_waits), [0]]),
         integrality=np.concatenate([np.ones(size), np.zeros(num_waits + 1)]),
         bounds=Bounds(0, most),
         constraints=constraints,
@@ -319,13 +322,6 @@ def _waits(costs: BlockCosts) -> Floats:
     return np.array(rows).reshape(len(rows), number * width)
 
 
-def _preferred(costs: BlockCosts) -> Floats:
-    """[blocks, options] Return seconds, plus the gain that each option has to make to be chosen."""
-    gains = [(_LEAST_GAIN[each.weights], _LEAST_GAIN[each.activations]) for each in costs.options]
-    shares: Floats = np.array(gains, dtype=np.float64).sum(axis=1)
-    return costs.seconds + shares * costs.seconds[:, :1]
-
-
 def _pointless(costs: BlockCosts) -> Floats:
     """[blocks, options] Return 1 where an option saves nothing over keeping a block, else 0.
 
@@ -359,7 +355,7 @@ class BestOptions:
     def per_block(self) -> dict[str, int]:
         """Count blocks by option; unused choices of activations count 0."""
         return {
-            **dict.fromkeys(activation_checkpointing.ACTIVATIONS, 0),
+            **dict.fromkeys(ACTIVATIONS, 0),
             **Counter(map(str, self.options.values())),
         }
 
@@ -382,12 +378,9 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
     names, base = tuple(subject.blocks), subject.weights[0]
 
     def trace_all(policies: Sequence[str], weights: BlockWeights) -> dict[str, StepTrace]:
-        return {
-            name: tracer.trace(activation_checkpointing.options_of(name, names, weights))
-            for name in policies
-        }
+        return {name: tracer.trace(options_of(name, names, weights)) for name in policies}
 
-    traces = trace_all(activation_checkpointing.POLICIES, base)
+    traces = trace_all(POLICIES, base)
     # Choices are compared with unstreamed weights, though named policies may stream them.
     plain = traces if base == "keep" else trace_all(("none", "save-attention", "all"), "keep")
     of_activations: dict[Activations, StepTrace] = {
@@ -419,17 +412,12 @@ def find_best(
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
     base = tracer.subject.weights[0]
     if budget_bytes is None:
-        return BestOptions(
-            activation_checkpointing.options_of("none", names, base),
-            kept.peak_bytes,
-            kept,
-            0.0,
-            0.0,
-        )
+        unchanged = options_of("none", names, base)
+        return BestOptions(unchanged, kept.peak_bytes, kept, 0.0, 0.0)
     costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
     whole_bytes = update_bytes - sweep.weight_bytes  # bytes of an update beside the weights
     fitting: list[tuple[Options, StepTrace]] = [
-        (activation_checkpointing.options_of(policy, names, base), trace)
+        (options_of(policy, names, base), trace)
         for policy, trace in sweep.traces.items()
         if max(trace.peak_bytes, trace.weight_bytes + whole_bytes) <= budget_bytes
         and trace.host_bytes <= (tracer.subject.host_bytes or math.inf)

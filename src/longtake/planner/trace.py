@@ -115,7 +115,7 @@ class InferenceTrace:
     """Memory and time of modules that run without gradients."""
 
     weight_bytes: int
-    peak_bytes: int  # with weights
+    peak_bytes: int  # with weights, without workspaces of convolutions
     seconds: float
     how: str = ""
     """Note: for `sampling`, presets and videos at a time; for `model`, "weights streamed"."""
@@ -212,7 +212,19 @@ class Tracer:
             del loss
             tracker.mark("end")
         trace = _step_trace(tracker, weight_bytes, input_bytes, subject, offloaded)
-        return _with_link(trace, streamed, self.device.link)
+        # A step also waits for copies from and to the host.
+        blocks = list(trace.blocks.values())
+        waits = link_seconds(
+            np.array([block.forward.seconds for block in blocks]),
+            np.array([block.backward.seconds if block.backward else 0.0 for block in blocks]),
+            streamed,
+            np.array([float(block.offloaded_bytes) for block in blocks]),
+            self.device.link,
+        )
+        host_bytes = int(streamed.sum()) + sum(block.pinned_bytes for block in blocks)
+        return replace(
+            trace, host_bytes=host_bytes, link_seconds=waits, seconds=trace.seconds + waits
+        )
 
     def _call(
         self,
@@ -249,7 +261,7 @@ class Tracer:
                 run, block, *args, offloads=activations in activation_checkpointing.OFFLOADED
             )
             tracker.mark(f"after {name}")
-            offloaded[name] = offload.last_bytes, offload.last_host_bytes(on_cpu=on_cpu)
+            offloaded[name] = offload.last_bytes(on_cpu=on_cpu)
             return output
 
         return call
@@ -544,21 +556,6 @@ def _step_trace(
         sent_bytes=tracker.sent_bytes,
         ring_bytes=tracker.ring_bytes,
         attention_seconds=tracker.attention_seconds,
-    )
-
-
-def _with_link(trace: StepTrace, streamed: Floats, link: float) -> StepTrace:
-    """Add the seconds in which a step waits for copies from and to the host."""
-    blocks = list(trace.blocks.values())
-    forward = np.array([block.forward.seconds for block in blocks])
-    backward = np.array([block.backward.seconds if block.backward else 0.0 for block in blocks])
-    offloaded = np.array([float(block.offloaded_bytes) for block in blocks])
-    waits = link_seconds(forward, backward, streamed, offloaded, link)
-    return replace(
-        trace,
-        host_bytes=int(streamed.sum()) + sum(each.pinned_bytes for each in blocks),
-        link_seconds=waits,
-        seconds=trace.seconds + waits,
     )
 
 

@@ -8,7 +8,6 @@ from operator import or_
 from longtake.formatting import format_size
 from longtake.planner.gradient_flow import (
     SECOND_TIME,
-    Fp32Copies,
     GradientWatch,
     LostGradient,
     ParameterSet,
@@ -305,16 +304,14 @@ def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
 
 def _copies(watch: GradientWatch) -> Iterator[Trap]:
     """Yield a trap of fp32 copies of inputs, which PEFT makes for fp32 weights on a 16-bit base."""
-    copies: Mapping[str, Fp32Copies] = watch.provenance.copies
-    if copies:
+    if copies := watch.provenance.copies:
         groups = list(dict.fromkeys(map(_group_in(watch), copies)))
-        count = sum(part.count for part in copies.values())
-        num_bytes = sum(part.num_bytes for part in copies.values())
+        sizes = [size for sizes in copies.values() for size in sizes]
         yield Trap(
             groups[0],
-            f"Trainable weights in {_listed(groups)} are fp32 on a 16-bit base: {count} of their "
-            "layers copy their input to fp32 and keep the copy for the backward pass, "
-            f"{format_size(num_bytes)} in all where nothing is recomputed.",
+            f"Trainable weights in {_listed(groups)} are fp32 on a 16-bit base: {len(sizes)} of "
+            "their layers copy their input to fp32 and keep the copy for the backward pass, "
+            f"{format_size(sum(sizes))} in all where nothing is recomputed.",
             'Set trainable.dtype = "model": longtake\'s optimizers do not lose updates that are '
             "too small for 16 bits.",
             stops=False,
