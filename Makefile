@@ -51,7 +51,7 @@ fuzz: $(READY)  ## hostile inputs for every command, and random histories of the
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 tests/fuzz
 
 reference: $(READY)  ## write docs/reference from the code
-	$(BIN)/python docs/reference/generate.py
+	$(BIN)/python -m docs.reference.generate
 
 screenshots: demo  ## take the pictures of the board in docs/ of the demo's run, in Chromium
 	LONGTAKE_SCREENSHOT_RUNS=runs $(BIN)/python -m pytest -q tests/board -k pictures_of_the_documentation

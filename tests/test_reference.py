@@ -11,5 +11,5 @@ _PAGES = runpy.run_path(str(_SCRIPT))["PAGES"]
 
 @pytest.mark.parametrize("name", _PAGES)
 def test_the_reference_is_up_to_date(name: str) -> None:
-    written = _SCRIPT.with_name(name).read_text(encoding="utf-8")
+    written = (_SCRIPT.parent / name).read_text(encoding="utf-8")
     assert written == _PAGES[name](), "run `make reference`"

@@ -1,8 +1,9 @@
-"""Writes the reference from the code: `make reference`, or `python docs/reference/generate.py`.
+"""Writes the reference from the code: `make reference`, or `python -m docs.reference.generate`.
 
 recipe.md: every key, from the pydantic models. verbs.md: the command line. run-directory.md: files
-and records. exit-codes.md and environment.md: tables here, checked against the code. A test
-compares what this script would write with the files.
+and records. exit-codes.md and environment.md: tables here, checked against the code. The list of
+core's modules in CONTRIBUTING.md has the first line of each module. A test compares what this
+script would write with the files.
 """
 
 import ast
@@ -15,13 +16,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
+from benchmarks.structure import CORE
 
 from longtake import config, errors, metrics, run_dir
 from longtake.cli.app import app
 
 HERE = Path(__file__).parent
+_CONTRIBUTING = "../../CONTRIBUTING.md"
 _SOURCE = Path(errors.__file__).parent
 _GENERATED = "Generated from the code by `make reference`."
+_MODULES_BEGIN = "<!-- modules of core, by `make reference` -->\n"
+_MODULES_END = "<!-- end of the modules -->\n"
 
 EXIT_CODES = (
     (0, "done"),
@@ -322,6 +327,26 @@ def environment_page() -> str:
     return "\n".join(lines)
 
 
+def contributing_page() -> str:
+    """Return CONTRIBUTING.md with the list of core's modules as they are now."""
+    text = (HERE / _CONTRIBUTING).read_text(encoding="utf-8")
+    before, begin, rest = text.partition(_MODULES_BEGIN)
+    _, end, after = rest.partition(_MODULES_END)
+    return before + begin + "".join(_module_lines()) + end + after
+
+
+def _module_lines() -> Iterator[str]:
+    """Yield a heading for each package of core, and one line for each of its modules."""
+    for package in ("", *CORE):
+        modules = (_SOURCE / package).glob("*.py")
+        yield f"\n**{package or 'at the top'}**\n\n"
+        for path in sorted(modules):
+            docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            if docstring and not path.name.startswith("__"):
+                yield f"- `{path.stem}`: {docstring.splitlines()[0]}\n"
+    yield "\n"
+
+
 _INTERNAL = {
     "LONGTAKE_BEAT",
     "LONGTAKE_HOOK",
@@ -339,6 +364,7 @@ PAGES = {
     "run-directory.md": run_directory_page,
     "exit-codes.md": exit_codes_page,
     "environment.md": environment_page,
+    _CONTRIBUTING: contributing_page,
 }
 
 if __name__ == "__main__":
