@@ -11,7 +11,7 @@ from benchmarks.structure import check, measure
 
 _ROOT = Path(__file__).resolve().parents[1]
 _LIMITS = """
-import_percent = 20.0
+import_lines = 20
 [code_lines]
 src = 520
 core = 12
