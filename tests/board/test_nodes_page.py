@@ -255,13 +255,3 @@ def test_hostile_heartbeats_in_dumps_are_left_out(run: RunDirectory) -> None:
         dump["missing"] = [{"role": 5}]
         node.dump_path(token).write_text(json.dumps(dump))
     assert "asleep (/own/model.py:54)" in _page(run)
-
-
-def test_links_are_not_followed(run: RunDirectory, tmp_path: Path) -> None:
-    (node,) = add_nodes(run, 1, 1)
-    secret = tmp_path / "heartbeat.json"
-    node.heartbeat_path.rename(secret)
-    node.heartbeat_path.symlink_to(secret)
-    html = _page(run)
-    assert "is a symbolic link" in html
-    assert "own work for a step" not in html

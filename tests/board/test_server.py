@@ -667,6 +667,7 @@ def test_an_empty_folder_says_what_will_appear(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     answer = _client(tmp_path / "none").get("/")
     assert "There is no run in" in answer.text
+    assert "A run appears here as soon as" in answer.text
     (tmp_path / "none").rmdir()
     answer = _client(tmp_path / "none").get("/")
     assert "is not a folder" in answer.text
