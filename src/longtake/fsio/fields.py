@@ -30,6 +30,8 @@ def _check_name(text: str) -> str:
 
 def _check_time(text: str) -> str:
     with suppress(ValueError, OverflowError):
+        # `timestamp` too, as readers compute with it, and it fails for a time at the edge of the
+        # calendar.
         datetime.fromisoformat(text).timestamp()
         return text
     raise ValueError("expected a time such as 2026-05-01T12:00:00+00:00")
@@ -48,23 +50,24 @@ def _check_span(span: list[int]) -> list[int]:
 
 
 Count = Annotated[int, pydantic.Field(ge=0, le=2**53)]
-"""A number of steps, samples or bytes, at most 2**53, so that a float holds it exactly."""
+"""Number of steps, samples or bytes, at most 2**53, so that a float holds it exactly."""
 Finite = Annotated[float, pydantic.Field(allow_inf_nan=False)]
+# The upper limit is the year 5138, which `datetime` (up to 9999) can still show.
 Timestamp = Annotated[float, pydantic.Field(ge=0, le=1e11)]
-"""A time in seconds since 1970."""
+"""Time in seconds since 1970."""
 NumberOrText = Finite | Literal["nan", "inf", "-inf"]
-"""A float for JSON, which has finite numbers only; others are written as text."""
+"""Float in a JSON record. NaN and infinities, which JSON lacks, are written as text."""
 Span = Annotated[
     list[Count], pydantic.Field(min_length=2, max_length=2), pydantic.AfterValidator(_check_span)
 ]
-"""A half-open range, as a list [first, end]."""
+"""Half-open range, as a list [first, end]."""
 FileName = Annotated[str, pydantic.Field(max_length=255), pydantic.AfterValidator(_check_name)]
 InnerPath = Annotated[
     str, pydantic.Field(max_length=4096), pydantic.AfterValidator(_check_inner_path)
 ]
 """Relative path of a file below a folder, such as a checkpoint, without ".." in it."""
 Time = Annotated[str, pydantic.Field(max_length=64), pydantic.AfterValidator(_check_time)]
-"""A time in ISO 8601 format, as `now` returns it."""
+"""Time in ISO 8601 format, such as 2026-05-01T12:00:00.000+00:00."""
 
 
 def format_number(number: int) -> Any:
@@ -93,6 +96,8 @@ def by_field(
     """
 
     def tag(record: Any) -> str:
+        # pydantic refuses a record whose tag is None. With the tag "" a record of an unknown kind,
+        # such as an event of a newer version, is validated as `other`.
         value = record.get(name) if isinstance(record, dict) else None
         return value if isinstance(value, str) and value in kinds else ""
 
@@ -106,4 +111,5 @@ def now() -> str:
 
 
 def file_time() -> str:
+    """Return the present time (UTC) as part of a file name; such names sort by time."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")

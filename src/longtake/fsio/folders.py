@@ -23,7 +23,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         OSError: the folder cannot be created or renamed, or `path` is a folder with files.
     """
     partial = path.with_name(f".{path.name}.partial")
-    remove_tree(partial)
+    remove_tree(partial)  # left by a process that was killed while it filled the folder
     try:
         partial.mkdir(parents=True)
         yield partial
@@ -35,6 +35,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def remove_tree(path: Path) -> None:
     """Delete a folder and its content, ignoring errors; of a symbolic link, only the link."""
     if path.is_symlink():
+        # `rmtree` refuses a link, and with `ignore_errors` it would leave the link without a word.
         with suppress(OSError):
             path.unlink()
     else:
@@ -50,10 +51,12 @@ def remove_oldest(folder: Path, num_kept: int) -> None:
     with os.scandir(folder) as entries:
         by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
     for _, path in by_age[:-num_kept]:
+        # Another process may clean the same cache at the same time.
         Path(path).unlink(missing_ok=True)
 
 
 def is_linked(path: Path, top: Path) -> bool:
+    """Return True if `path`, `top` or a folder between them is a symbolic link."""
     return any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(top))
 
 
@@ -64,6 +67,7 @@ def make_writable(folder: Path) -> None:
         OSError: the folder cannot be created or written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    # Only a trial is sure: permission bits say nothing of a disk that is mounted read-only.
     tempfile.TemporaryFile(dir=folder).close()
 
 
@@ -81,10 +85,12 @@ def claim_folder(folder: Path, names: Sequence[str] = ()) -> None:
         DataError: the folder has files and no mark, or one of `names` is a link.
         OSError: a folder without a mark cannot be created or written to.
     """
+    # First, because all that follows would follow the links.
     refuse_links(folder, (CACHE_MARK, *names))
     if is_there(folder / CACHE_MARK):
         return
     make_writable(folder)
+    # Names with a dot are ignored: `write_once` of another process has such a file for a moment.
     found = sorted(each.name for each in folder.iterdir() if not each.name.startswith("."))
     if found and not is_there(folder / CACHE_MARK):  # another process may have marked it
         raise DataError(

@@ -46,6 +46,8 @@ class Journal(Generic[_T]):
         """Yield the items that an interrupted command has finished."""
         lines = read_lines(self._path, self._max_line_bytes)
         if self._header is not None:
+            # A missing or damaged header counts as another one: the items may belong to other
+            # arguments.
             first = next(filter(None, lines), b"{}")
             if list(validate_lines([first], dict[str, Any], self._path)) != [self._header]:
                 self._path.unlink(missing_ok=True)
@@ -60,12 +62,15 @@ class Journal(Generic[_T]):
         """
         try:
             if self._file is None:
+                # Opened at the first item, so that a command without work leaves no empty journal.
                 is_new = not self._path.exists()
                 self._file = open(self._path, "a", encoding="utf-8", opener=no_follow)  # noqa: SIM115 - kept
                 # A newline in case the last line was cut off.
                 has_header = is_new and self._header is not None
                 self._file.write(f"{json.dumps(self._header)}\n" if has_header else "\n")
             self._file.write(json.dumps(item) + "\n")
+            # Flushed, not synchronized: items must survive a killed process but no power failure,
+            # and an fsync for each would take longer than many items.
             self._file.flush()
         except OSError as error:
             raise DataError(

@@ -19,7 +19,10 @@ _FILE_TYPES = {
     stat.S_IFBLK: "a device",
     stat.S_IFLNK: "a symbolic link",
 }
+# O_NONBLOCK: opening a named pipe would otherwise wait for a writer. O_NOCTTY: a terminal that is
+# opened must not become the one that controls this process.
 _READING = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+# A context variable, since the threads of a server read below different folders.
 _only_below: ContextVar[Path | None] = ContextVar("only_below", default=None)
 
 
@@ -43,16 +46,19 @@ def cache_folder() -> Path:
         RuntimeError: the user has no home folder.
     """
     top = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path in this variable.
     return (Path(top) if top.startswith("/") else Path.home() / ".cache") / "longtake"
 
 
 def _is_cached(path: Path) -> bool:
     with suppress(RuntimeError):
+        # `is_relative_to` compares text only, so ".." could lead out of the folder.
         return path.is_relative_to(cache_folder()) and ".." not in path.parts
     return False
 
 
 FileVersion = tuple[int, int, int]
+"""Inode, size and modification time (ns) of a file, by which a change is noticed."""
 
 
 def version_of(status: os.stat_result) -> FileVersion:
@@ -80,6 +86,7 @@ def open_regular(path: Path) -> BufferedReader:
         if not path.is_relative_to(top):
             raise OSError(errno.EACCES, f"it is not in {top}", str(path))
         return open_below(top, str(path.relative_to(top)))
+    # `stat` would raise ValueError, which callers that handle OSError do not expect.
     if "\0" in str(path):
         raise OSError(errno.EINVAL, "the name contains a NUL character", str(path))
     _refuse_irregular(path.stat().st_mode, path)  # a device may react to being opened
@@ -98,6 +105,7 @@ def open_below(top: Path, name: str) -> BufferedReader:
             link.
     """
     path, parts = top / name, PurePosixPath(name).parts
+    # ".." is no link: O_NOFOLLOW would not keep it inside of the folder.
     if not parts or ".." in parts or name.startswith("/") or "\0" in name:
         raise OSError(errno.EACCES, "it is not below the folder", str(path))
     with open_folder_below(top, parts[:-1]) as folder:
@@ -157,4 +165,5 @@ def read_regular(path: Path, max_bytes: int = MAX_FILE_BYTES) -> bytes:
 
 
 def is_missing(error: OSError) -> bool:
+    """Return True if an error says that a file, or a folder of its path, does not exist."""
     return isinstance(error, FileNotFoundError | NotADirectoryError)

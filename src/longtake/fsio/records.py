@@ -22,8 +22,10 @@ MAX_LINE_DEPTH: Final = 8
 MAX_FILE_DEPTH: Final = 32
 _BLOCK_BYTES = 2**18
 _TAIL_BYTES, _MAX_TAIL_BYTES = 2**14, 2**26
+# A string, an opening or a closing bracket. The closing quote is optional, so that brackets in a
+# string that was cut off do not count either.
 _MARK = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[{]|[\]}]', re.DOTALL)
-_num_skipped: dict[Path, int] = {}
+_num_skipped: dict[Path, int] = {}  # skipped lines by file since the last `skipped_lines`
 _T = TypeVar("_T")
 Kind = type[_T] | pydantic.TypeAdapter[_T]
 
@@ -82,6 +84,7 @@ def check_record(value: Any, kind: Kind[_T], path: Path) -> _T:
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if the file cannot be read as such."""
     with suppress(RecordError):
         return read_record(path, dict[str, Any]) or {}
     return {}
@@ -171,6 +174,7 @@ def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
                             return validate(line, strict=True)
                 if reach >= min(size, _MAX_TAIL_BYTES):
                     return None
+                # Eightfold: all reads together take hardly more than the last one.
                 reach *= 8
     except OSError as error:
         if is_missing(error):
@@ -237,6 +241,8 @@ class Tail(Generic[_T]):
             else:
                 start = self.offset if is_same else 0
                 found, self.offset = read_new_records(self._path, self._kind, start, limit)
+            # The inode from before the file was opened: if the file is replaced in between, the
+            # next call finds another inode and starts again, instead of missing the first records.
             self._inode, self.has_restarted = status.st_ino, not is_same
         except FileNotFoundError:
             found, self.offset, self._inode, self.has_restarted = [], 0, None, True
@@ -280,6 +286,7 @@ def _next_line(file: BinaryIO) -> tuple[bytes, int]:
     line = file.readline(MAX_LINE_BYTES + 1)
     length, piece = len(line), line
     while piece and not piece.endswith(b"\n"):
+        # Read in pieces and dropped, so that an endless line does not fill the memory.
         piece = file.readline(_BLOCK_BYTES)
         length += len(piece)
         line = b""
@@ -294,6 +301,7 @@ def _adapter(kind: Kind[_T]) -> pydantic.TypeAdapter[_T]:
     return kind if isinstance(kind, pydantic.TypeAdapter) else _adapter_of(kind)  # type: ignore[arg-type]
 
 
+# Building a validator takes far longer than validating a record, so there is one for each type.
 @cache
 def _adapter_of(kind: type[_T]) -> pydantic.TypeAdapter[_T]:
     return pydantic.TypeAdapter(kind)

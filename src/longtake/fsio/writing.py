@@ -18,7 +18,7 @@ _PICTURE_STARTS = {
     ".png": (0, b"\x89PNG"),
     ".mp4": (4, b"ftyp"),
     ".html": (0, b"<!doctype html>"),
-}  # offset and bytes
+}  # offset and bytes that tell the kind of a file
 
 
 @contextmanager
@@ -69,6 +69,7 @@ def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False)
     """
     line = json.dumps(record, separators=(",", ":")).encode() + b"\n"
     with open(path, "ab+", opener=no_follow) as file:
+        # Mode "a" opens at the end of the file: 0 means that the file is empty.
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read(1) == b"\n" else b"\n" + line
@@ -132,6 +133,7 @@ def flush_to_disk(path: Path) -> None:
         OSError: the file cannot be opened or flushed. File systems that cannot flush folders are
             ignored.
     """
+    # A folder can only be opened for reading, and fsync accepts such a descriptor of a file too.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -151,6 +153,7 @@ def no_follow(path: str, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
+        # The system would say "Too many levels of symbolic links", though there is one.
         if error.errno == errno.ELOOP:
             raise OSError(errno.ELOOP, _IS_LINK, path) from None
         raise
