@@ -35,7 +35,7 @@ class EpochAudit:
     stage: str
     source: str
     seen: int  # number of trained samples
-    repeated: int  # number of these that were not the first of their clip
+    repeated: int  # number of samples whose clip had been trained before in this epoch
     missing: (
         int  # clips that should have been trained by now, and were neither trained nor rejected
     )
@@ -70,7 +70,8 @@ class _Expected:
     """Identities that an epoch should have consumed."""
 
     planned: list[pa.Array] = field(default_factory=list)
-    at_end: list[pa.Array] = field(default_factory=list)  # required when it ends, by all plans
+    # Identities that all plans together must have consumed when the epoch ends.
+    at_end: list[pa.Array] = field(default_factory=list)
     is_over: bool = True
     skipped: list[pa.Array] = field(default_factory=list)
 
@@ -130,6 +131,7 @@ def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _
     for plan, end in zip(plan_history.plans, [*ends, end_step], strict=True):
         end = min(end, end_step)
         counts = plan.taken(end) if end > plan.first_step else []
+        # A plan that was replaced before its first step has no counts.
         for stage, taken in zip(plan.stages, counts, strict=False):
             for stream, count in zip(stage.streams, taken, strict=True):
                 for part, epoch, identities, is_over in _consumed_of(stream, count):
@@ -210,6 +212,7 @@ def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> 
     if not len(unique):
         return _NONE
     num_bytes = len(unique) * unique.type.byte_width
+    # `unique` and `filter` return new arrays, whose buffers begin with their first value.
     octets = np.frombuffer(unique.buffers()[1], np.uint8, count=num_bytes)
     return ledger.short_identity(octets.reshape(len(unique), -1))
 

@@ -19,7 +19,7 @@ from longtake.run_dir import RunDirectory
 
 _ASPECTS = (21 / 9, 16 / 9, 3 / 2, 4 / 3, 1.0, 3 / 4, 2 / 3, 9 / 16, 9 / 21)
 _MOST_OPENED = 200  # number of files of a folder that `glance` opens, spread evenly
-_SECONDS = 2.0  # time limit for opening one of them
+_SECONDS = 2.0  # time limit for opening one file
 _MOST_LOST = 0.1  # another shape is proposed if more than this share of the clips is lost
 _SQUARE = 1.2  # a picture with sides of up to this ratio counts as square
 _LEAST_AREA = 0.9  # share of the budget to use, unless no shape comes near to it

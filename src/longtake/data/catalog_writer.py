@@ -43,7 +43,7 @@ class Written:
     accepted: int = 0
     without_caption: int = 0  # number of accepted clips whose caption is empty
     duplicates: int = 0  # number of files left out because an accepted one has the same content
-    # The first duplicates with another caption, and that caption.
+    # Path and caption of the first duplicates whose caption is not that of the accepted clip.
     other_captions: list[tuple[str, str]] = field(default_factory=list)
     trusted: int = 0  # number of clips whose frames were not decoded
     scores_dropped: int = 0  # clips that lost their older scores, because their caption changed
@@ -52,7 +52,7 @@ class Written:
 class CatalogWriter:
     """Takes clips and rejected files in any order, and keeps one of several equal clips.
 
-    That is the first by path that has a caption, or else the first by path.
+    The kept clip is the first by path that has a caption, or the first by path if none has.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class CatalogWriter:
         self._insert("aside", (None, 0, each.path, *_stamp(stamp), each.reason))
 
     def keep_other_captions(self) -> None:
-        """Keep each duplicate whose caption differs from all others as a separate clip."""
+        """Keep duplicates as separate clips, one for each different caption."""
         rows = self._database.execute(
             f"SELECT rowid, identity, caption, attribute_values FROM clips ORDER BY {_ORDER}"  # noqa: S608
         )
@@ -89,6 +89,7 @@ class CatalogWriter:
                 changed.append((name, json.dumps(attributes), row))
                 self._names.add(catalog.OTHER_CAPTION)
             captions.add(caption)
+        # After the loop: a cursor that is open while its table changes would be undefined.
         self._database.executemany(
             "UPDATE clips SET identity = ?, attribute_values = ? WHERE rowid = ?", changed
         )
@@ -121,6 +122,8 @@ class CatalogWriter:
             names.update(before.attribute_names)
             kept = _with_scores(kept, before, label, written)
         first = next(kept, None)
+        # Each clip has the same further inputs, which `sources` checks: the first tells their
+        # columns.
         given = json.loads(first[_GIVEN] or "{}") if first else {}
         schema = catalog.with_attributes(_SCHEMA, sorted(names))
         for name, each in given.items():
@@ -140,6 +143,7 @@ class CatalogWriter:
                     used.update(*values)
                     written.trusted += sum(bool(each.get(catalog.TRUSTED)) for each in values)
                     writer.write_batch(_batch_of(some, values, schema))
+            # The spill has all attributes that might occur, the catalog those that do.
             columns = [
                 *catalog.CLIP_SCHEMA.names,
                 *(catalog.ATTRIBUTE + name for name in sorted(used)),
@@ -178,6 +182,7 @@ class CatalogWriter:
         rows = self._database.execute(
             "SELECT * FROM aside ORDER BY identity IS NOT NULL, has_no_caption, path, rowid"
         )
+        # `has_no_caption` decides the order only, and is no column of the catalog.
         names = ("identity", "", "path", "file_bytes", "file_mtime_ns", "reason")
         while some := rows.fetchmany(_ROWS_IN_MEMORY):
             columns = dict(zip(names, zip(*some, strict=True), strict=True))
@@ -208,6 +213,7 @@ class _Spilled:
 
     def chunks(self, name: str) -> Iterator[pa.Array]:
         with pa.OSFile(str(self._path)) as file, pa.ipc.open_file(file) as whole:
+            # The file is opened again for this column alone, so that no other one is decompressed.
             options = pa.ipc.IpcReadOptions(included_fields=[whole.schema.get_field_index(name)])
         with (
             pa.OSFile(str(self._path)) as file,
@@ -218,6 +224,7 @@ class _Spilled:
 
 
 def _row_of(clip: Clip, stamp: catalog.Stamp | None) -> _Row:
+    # In the order of `_COLUMNS`.
     media, timing = clip.media, clip.timing
     listed = timing.listed if timing else ()
     return (
@@ -274,6 +281,7 @@ def _batch_of(
         elif name.startswith(catalog.ATTRIBUTE):
             bare = name.removeprefix(catalog.ATTRIBUTE)
             values = (some.get(bare) for some in attributes)
+            # An unknown score is null in a catalog.
             known = [None if value is None or math.isnan(value) else value for value in values]
             arrays.append(pa.array(known, each.type))
         else:
@@ -318,6 +326,7 @@ def _with_scores(
         if row[_CAPTION] in ("", label) and scores.get(catalog.CAPTIONED):
             changed[_CAPTION] = caption
         if caption == changed[_CAPTION]:
+            # Numbers that the sources give now replace older scores of the same name.
             mine = json.loads(row[_ATTRIBUTES] or "{}")
             changed[_ATTRIBUTES] = json.dumps({**scores, **mine})
         else:

@@ -139,6 +139,8 @@ def _refuse_an_early_end(plan: Plan, num_steps: int | None) -> None:
 def _small_buckets(plan: Plan) -> Iterator[str]:
     for stage in plan.stages:
         for stream in stage.streams:
+            # The last part has the whole epochs; those before it are rests of epochs of earlier
+            # plans.
             members, epochs = stream.parts[-1].members, stream.parts[-1].epoch_span
             where = f"stage {stream.stage}"
             if len(stage.streams) > 1:
@@ -387,6 +389,7 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
     # Sampled before `unique`, which takes long for very many clips.
     column = catalog.table["path"]
     if len(column) > _MAX_PATHS:
+        # A fixed seed: another try looks for the same files and says the same.
         some = np.random.default_rng(0).choice(len(column), _MAX_PATHS, replace=False)
         column = column.take(pa.array(np.sort(some)))
     found: list[str] = pc.unique(column).to_pylist()
@@ -395,6 +398,7 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
     if len(paths) > _MAX_FILES:
         chosen = np.random.default_rng(0).choice(len(paths), _MAX_FILES, replace=False)
         looked_for = [paths[number] for number in chosen]
+    # Each look-up waits on a network disk, so threads look at the same time.
     with ThreadPoolExecutor(_THREADS) as pool:
         is_there = pool.map(lambda path: Path(path).is_file(), looked_for)
         missing = [path for path, found in zip(looked_for, is_there, strict=True) if not found]
@@ -512,6 +516,7 @@ def _names_in(folder: str) -> frozenset[str]:
         with os.scandir(folder or "/") as entries:
             return frozenset(entry.name for entry in entries)
     except OSError:
+        # All files of a folder that cannot be read count as missing, which the caller reports.
         return frozenset()
 
 

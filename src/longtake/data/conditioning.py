@@ -297,7 +297,7 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
 
 
 def only_colour(media: Media) -> str | None:
-    """Return "white" or "black" if a mask is so everywhere; None if not, or if it is unreadable."""
+    """Return "white" or "black" if a mask has only this colour; None if not, or if unreadable."""
     found: set[str | None] = set()
     with suppress(ClipError):
         for pixels in _pictures(media):
@@ -329,7 +329,7 @@ def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[n
 
 
 def _crop(wanted: ConditioningPixels, height: int, width: int) -> Crop:
-    """Return how pixels of a size are scaled and cut: like the clip's of equal aspect ratio."""
+    """Return the crop of an input with these sides: for a video or mask that of the clip."""
     clip_height, clip_width = wanted.clip_height, wanted.clip_width
     if (height, width) == (clip_height, clip_width):
         return wanted.clip_crop
@@ -485,6 +485,7 @@ def _is_number(text: str) -> bool:
 
 
 def _read_npy(data: bytes) -> NDArray[Any]:
+    # A pickle in the file could run any code.
     found = np.load(io.BytesIO(data), allow_pickle=False)
     if not isinstance(found, np.ndarray) or found.dtype.kind not in "fiu":
         raise ValueError(f"it holds {getattr(found, 'dtype', 'several arrays')}")

@@ -25,7 +25,7 @@ DISTANCE = 16  # bits of 256 in which two frames may differ; other signs in one 
 HASH_BYTES = 32
 
 _FREQUENCIES, _SIDE = 16, 32  # a frame of 32 x 32 pixels has 16 x 16 frequencies
-_MOST_FRAMES, _STEP_SECONDS = 8, 0.5  # two frames a second; half as many of longer clips, and so on
+_MOST_FRAMES, _STEP_SECONDS = 8, 0.5  # the step is doubled until a clip has at most 8 frames
 _SHARE = 2 / 3  # share of one clip's frames that must resemble frames of the other
 _LEAST_CONTRAST = 1.0  # standard deviation of luma (0 to 255); flatter frames are ignored
 _MOST_SHARED = 1000  # a frame in more different clips is a logo or a title
@@ -34,7 +34,8 @@ _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float64)  # luma of R'G'B', ITU
 _DCT = np.cos(
     np.pi * np.outer(np.arange(_FREQUENCIES), 2 * np.arange(_SIDE) + 1) / (2 * _SIDE),
 )
-_SPREAD = np.arange(_FREQUENCIES**2) * 101 % _FREQUENCIES**2  # high and low ones in each word
+# A permutation, as 101 is odd: each of the 4 words of a hash gets low and high frequencies.
+_SPREAD = np.arange(_FREQUENCIES**2) * 101 % _FREQUENCIES**2
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ def near_pairs(
             order = np.argsort(key)
             key, mine = key[order], None if owners is None else owners[order]
             left, step = np.flatnonzero(key[1:] == key[:-1]), 1
+            # Rows with equal keys are neighbours. Each is compared with the next one, then with the
+            # one after that, until no equal key is left so far away.
             while len(left):
                 chosen = left if mine is None else left[mine[left] != mine[left + step]]
                 pairs = np.stack([order[chosen], order[chosen + step]], axis=1)
@@ -132,7 +135,7 @@ class DuplicateGroups:
     # [N] 0 for a kept clip or one without copies; 1, 2, ... for the copies of a kept clip; NaN if
     # the clip cannot be decoded.
     ranks: NDArray[np.float64]
-    rows: tuple[NDArray[np.int64], ...]  # of each group, the kept clip first; largest groups first
+    rows: tuple[NDArray[np.int64], ...]  # rows of each group, the kept clip first; largest first
 
 
 def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE) -> DuplicateGroups:
@@ -200,6 +203,7 @@ def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int6
     pairs, counts = np.unique(node[frame] * len(nodes) + like, return_counts=True)
     first, second = np.divmod(pairs, len(nodes))
     # The share is of the first clip's frames: a short clip may lie inside of a long one.
+    # 1e-9, since 2/3 of 3 may be more than 2 by rounding.
     is_near = counts >= _SHARE * num_frames[first] - 1e-9
     first, second = first[is_near], second[is_near]
     both = np.concatenate([first * len(nodes) + second, second * len(nodes) + first])

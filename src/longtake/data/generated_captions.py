@@ -25,7 +25,7 @@ from longtake.data.clip import Clip
 OF_CAPTIONS = ("nouns", "length")  # scores that depend on the caption
 
 _SILENCE_SECONDS = 600.0  # decoding a whole clip reports no progress
-_AHEAD = 2  # decoded clips for each worker that wait for the model, in addition to a batch
+_AHEAD = 2  # clips of each worker that are decoded ahead, in addition to the next batch
 
 
 class Captioner(Protocol):
@@ -112,6 +112,7 @@ def caption(
     found = {each.get("identity", ""): each.get("caption", "") for each in journal.read()}
     known = {identity: text for identity, text in found.items() if not _problem(text)}
     before, failed = clips.captions(), list[Rejection]()
+    # By identity instead of row: clips may be added to the catalog before a command is repeated.
     identities = [identity.hex() for identity in clips.identities.to_pylist()]
     wanted = [row for row, text in enumerate(before) if every or not text]
     written = {row: known[identities[row]] for row in wanted if identities[row] in known}
@@ -236,6 +237,7 @@ def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]
     if CAPTIONED in clips.attribute_names:
         by_model = np.nan_to_num(clips.column(CAPTIONED))
     by_model[list(written)] = 1
+    # Scores of the old text would be wrong for the new one.
     for name in set(OF_CAPTIONS) & set(clips.attribute_names):
         found = found.with_attribute(name, np.where(is_changed, np.nan, clips.column(name)))
     return found.with_attribute(CAPTIONED, by_model) if len(written) else found

@@ -45,6 +45,8 @@ class _Entry(TypedDict):
 
 
 def _is_whole(entry: _Entry) -> _Entry:
+    # What a journal holds goes into the catalog without another look, so it must fit its columns:
+    # 16 bytes, and int32.
     probe = entry.get("probe")
     if probe is None and "reason" not in entry:
         raise ValueError("expected `probe` or `reason`")
@@ -63,6 +65,7 @@ class ProbeJournal(Journal[_Entry]):
     """Journal beside the catalog `out` with the result of each probed file."""
 
     def __init__(self, out: Path, *, trusts_metadata: bool = False) -> None:
+        # Results of whole files and of first frames only must not be mixed.
         kind = ".trusted" if trusts_metadata else ""
         path = out.with_name(f".{out.name}.journal{kind}.jsonl")
         super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
@@ -93,7 +96,8 @@ class KnownFiles:
         self._database = open_scratch("known (name BLOB, stamp TEXT, identity, reason, probe TEXT)")
         if older is not None:
             self._add(_entries_of(older, trusts_metadata=trusts_metadata))
-            # Of further copies, a catalog keeps only the identity of the clip that it accepted.
+            # A catalog has the probe of the accepted clip only. Its copies, set aside with the same
+            # identity, get it from there.
             self._database.execute("CREATE INDEX kept ON known (identity) WHERE probe IS NOT NULL")
             self._database.execute(
                 "UPDATE known SET probe = (SELECT kept.probe FROM known AS kept WHERE "
@@ -126,6 +130,8 @@ class KnownFiles:
             stamp = stamp_of_media(media, stamp_of_file)
             name = as_bytes(str(media))
             # A merge of two sorted sequences: neither has to fit into memory.
+            # The last entry of a name counts: the journal was added after the catalog, and is
+            # newer.
             while entry is not None and entry[0] <= name:
                 found = entry if entry[0] == name else None
                 entry = next(entries, None)
@@ -152,6 +158,8 @@ def _entries_of(
         stamps = some.table.select(["file_bytes", "file_mtime_ns"]).to_pylist()
         for clip, stamp in zip(some.clips(), stamps, strict=True):
             is_trusted = bool(clip.attributes.get(catalog.TRUSTED))
+            # Catalogs of older versions have no colour matrix, and one with trusted metadata no
+            # exact frames: such files are read again.
             is_known = clip.color_matrix is not None and (trusts_metadata or not is_trusted)
             if is_known and clip.media.span is None:  # the rest of a span's file is unknown
                 facts = {field: getattr(clip, field) for field in _PROBE_FIELDS}
@@ -200,7 +208,7 @@ class IndexReport(Written):
     unchanged: int  # number of files that were not read again
     passed_over: dict[str, int]  # number of files in searched folders by unknown ending
     unreadable: list[catalog.Rejection]  # folders that cannot be searched
-    unread_captions: list[str]  # what may be unread captions, if a clip has none
+    unread_captions: list[str]  # sentences about possible captions, if a clip has none
 
 
 def index(
@@ -279,10 +287,11 @@ def index(
                 f"None of {writer.num_rejected} files can be trained on; no catalog was written."
                 f"{first_of(shown, writer.num_rejected)}"
             )
+        # Before `write`, which sets aside what still has the same identity.
         if keeps_other_captions:
             writer.keep_other_captions()
         written = writer.write(out, before, label)
-        journal.remove()
+        journal.remove()  # last: until the catalog is written, only the journal has the results
         return IndexReport(
             **vars(written),
             rejected=rejected,
@@ -393,7 +402,7 @@ def probe_all(
 
 
 def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[str, ClipError]]:
-    """Set the captions of all media; return unmatched names of JSONL, and unreadable captions."""
+    """Set the captions of all media; return paths in the JSONL without a file, and bad captions."""
     texts, unmatched = read_captions(
         captions,
         found.folders,
@@ -416,6 +425,7 @@ def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[
             unread.append(beside)
         return text or ""
 
+    # A file of captions that was named is the only source: it replaces those of tables and tars.
     found.items.caption(text_of, every=is_alone)
     if unread:
         found.notes.append(

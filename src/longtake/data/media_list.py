@@ -16,6 +16,8 @@ from longtake.errors import DataError
 
 _CACHE_KIB = 64 * 1024  # pages in memory, and as much again while rows are sorted
 _ROWS_IN_MEMORY = 4096
+# Names are blobs: they need not be UTF-8, and SQLite compares blobs byte by byte, as
+# `KnownFiles.join` does.
 _COLUMNS = (
     "whole BLOB, name BLOB, path BLOB, member BLOB, offset INTEGER, num_bytes INTEGER, "
     "span_start REAL, span_end REAL, stamp INTEGER, caption TEXT, attributes TEXT, "
@@ -63,11 +65,12 @@ class MediaList:
         self._insert("mentions", map(_row_of, items))
 
     def settle(self) -> None:
-        """Sort the added items by file and span, and join all mentions of a medium.
+        """Sort the added items by file and span, and join all mentions of a video or image.
 
         Raises:
-            DataError: a medium has two captions.
+            DataError: a video or image has two captions.
         """
+        # By rowid at last, which keeps the order of the sources: `_joined` prefers later ones.
         mentions = self._database.execute("SELECT * FROM mentions ORDER BY whole, name, rowid")
         self._insert("items", self._merged(mentions))
         self._database.execute("DROP TABLE mentions")
@@ -94,6 +97,7 @@ class MediaList:
             rowid = rows[-1][0]
 
     def __iter__(self) -> Iterator[Item]:
+        # `settle` inserted the rows in sorted order, so that reading them needs no sorting.
         return map(_item_of, self._database.execute("SELECT * FROM items ORDER BY rowid"))
 
     def by_file(self) -> Iterator[list[Item]]:

@@ -64,7 +64,7 @@ class Part:
         return self.members.rows_at(bucket, positions, epochs, *key)
 
     def rows_in(self, epoch: int, bucket: int) -> Rows:
-        """Return the rows of all clips of a bucket in one epoch."""
+        """Return the catalog rows of all clips that a bucket has in one epoch."""
         if not self.members.shared:
             return self.members.rows[bucket]
         positions = np.arange(self.members.sizes[bucket])
@@ -225,6 +225,7 @@ class Plan:
                 for each in part.members.shared:
                     digest.update(repr(each.weights).encode())
                     digest.update(np.ascontiguousarray(each.rows).data)
+        # Written out, as `repr` would change with the fields of the class.
         lengths, ramps = self.timeline.lengths, self.timeline.ramps
         timeline = f"Timeline({lengths=}, {ramps=})"
         digest.update(f"({timeline}, {self.batch_size})".encode())

@@ -57,6 +57,7 @@ def replan(
         else:
             ended[stage.name] = next_epochs
     if len(stages) > 1 and lengths[0] is not None:  # a change just before a ramp shortens it
+        # Half of a ramp lies before the border, within what is left of the first stage.
         ramp = min(stages[1].section.ramp_steps, 2 * lengths[0])
         stages[1] = replace(stages[1], section=_with_ramp(stages[1].section, ramp))
     return replace(
@@ -103,6 +104,7 @@ def remaining_stages(plans: Sequence[Plan], step: int, data: DataSection) -> tup
     Raises:
         DataChangedError: the current stage is not in the recipe.
     """
+    # A plan that replaced one after its last step may have no stages.
     newest = next(plan for plan in reversed(plans) if plan.stages)
     end = newest.end_step if newest.end_step is not None else step
     lengths = zip(newest.stages, newest.taken(min(step, end)), newest.timeline.lengths, strict=True)
@@ -227,6 +229,7 @@ class _Context:
         if self.policy == "finish":
             catalog, rest, expected = epoch.catalog, epoch.left, epoch.expected
         elif is_newest:
+            # Old and new plan together must have consumed each clip of the new catalog.
             rest, expected = _filtered(catalog, members, drop=epoch.consumed), members
         # Older epochs' tails get no new clips: these belong to the newest epoch. Removed clips are
         # left out.

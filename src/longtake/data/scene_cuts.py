@@ -39,7 +39,7 @@ _NOISE = 0.5  # levels by which frames of a still scene may differ
 _FLASH_SECONDS = 0.15  # a picture that returns within this time was a flash
 _LASTING = 0.5  # share of a cut's difference that must last, which it does not at a flash
 _AROUND_SECONDS = 0.5  # time before and after a cut that tells the usual differences
-_MOST_AROUND = 60  # upper limit of frames for that, at any rate
+_MOST_AROUND = 60  # upper limit of frames on each side, whatever the frame rate
 _HEADER = ["path", "start", "end"]
 _MOST_SHOWN = 5
 _DECIMALS = 6  # of seconds; frames are found by times that are rounded to these
@@ -138,6 +138,7 @@ def find_scenes(
 def _cells(frame: VideoFrame, reformatter: VideoReformatter) -> NDArray[np.float32]:
     """Return the mean luma and chroma [3, cells] of the cells of a frame."""
     width, height = _GRID
+    # Chroma at full size, so that a cut between scenes of equal brightness is found.
     small = reformatter.reformat(
         frame,
         width=width,
@@ -171,16 +172,17 @@ def _peaks(
 
 @dataclass
 class _SceneCounts:
-    """Counts of a report on the videos of a table."""
+    """Counts of videos and scenes, for the report of `write_scenes`."""
 
     files: int = 0  # number of files that were decoded completely
     cuts: int = 0
     too_short: int = 0  # number of scenes that were left out
-    short_files: int = 0  # number of these that are whole files without a cut
+    short_files: int = 0  # number of the left out scenes that are whole files without a cut
 
     def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
         """Count a video, and return a row for each scene that is long enough."""
         texts = [f"{start:.{_DECIMALS}f}" for start in scenes.starts]
+        # The last scene has no end, so that rounding cannot remove its last frame.
         spans = list(zip(texts, [*texts[1:], ""], strict=True))
         # Compared as written, rounded: `index` sees the same numbers.
         long = [
@@ -190,6 +192,8 @@ class _SceneCounts:
         self.cuts += len(spans) - 1
         self.too_short += len(spans) - len(long)
         self.short_files += not long and len(spans) == 1
+        # A file without a cut is named as a whole: its clip keeps the identity of the content, and
+        # `index` knows it again without decoding.
         return [[place, *(span if len(spans) > 1 else ("", ""))] for span in long]
 
 
@@ -238,6 +242,7 @@ def write_scenes(
     wholes = {str(item.media.whole): Item(item.media.whole) for item in found.items}
     items = [item for item in wholes.values() if item.kind == "video" and not item.media.member]
     path = out.with_name(f".{out.name}.journal.jsonl")
+    # "2" is the version of the search: scenes of another one are not used.
     journal = Journal(path, _ROW, header={"cuts": "2", "threshold": repr(threshold)})
     scenes = _find_all(items, CutsTask(threshold, limits), journal, on, workers, progress)
     rejected = [index.rejection_of(each) for each in found.refused]
@@ -291,6 +296,7 @@ def _find_all(
         for number, result in results:
             name = str(new[number].media)
             known[name] = result
+            # Errors are not kept: they may be of the moment, such as a timeout.
             if isinstance(result, Scenes):
                 journal.add((name, stamps[name], result.starts, result.end))
             if progress is not None:

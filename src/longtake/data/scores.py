@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 STEP_SECONDS = 1 / 8  # between two compared frames
-SHORT_SIDE = 64  # pixels of the compared frames' shorter side
+SHORT_SIDE = 64  # pixels of the shorter side of the compared frames
 
 _PASSAGES, _FRAMES = 4, 9  # up to 4 passages of 9 frames (one second), evenly spaced over a clip
 _LUMA = np.array([0.299, 0.587, 0.114], dtype=np.float32)  # luma of R'G'B', ITU-R BT.601
@@ -336,7 +336,8 @@ def score(
     journal, is_hashed = None, by == "duplicates"
     if out is not None:
         path = out.with_name(f".{out.name}.{name}.journal.jsonl")
-        # A journal with another header belongs to another score and is not used.
+        # A journal with another header belongs to another score and is not used. Results are kept
+        # by row, and rows stay in place while the fingerprint is the same.
         facts = {"by": by, "version": own.version if own else "", "catalog": catalog.fingerprint}
         journal = Journal(path, _HASHES_ROW if is_hashed else _ROW, header=facts)
     known = dict(journal.read()) if journal else {}
@@ -349,6 +350,7 @@ def score(
     ):
         for done, (row, result) in enumerate(zip(rows, results, strict=True), len(known) + 1):
             if isinstance(result, ClipError):
+                # Not kept in the journal: the next call tries this clip again.
                 failed.append(Rejection(catalog.clip(row).path, result.reason))
             else:
                 known[row] = result

@@ -131,6 +131,7 @@ def _find_in_store(
         elif suffix in tables.LISTING_SUFFIXES and (
             media.path == url or PurePath(media.path).name in _TABLES or beside is not None
         ):
+            # Fetched to files: a table is read twice, and Parquet from its end.
             with tempfile.TemporaryDirectory(prefix="longtake-") as folder:
                 for each in filter(None, (media, beside)):
                     Path(folder, PurePath(each.path).name).write_bytes(stores.read_object(each))
@@ -167,6 +168,7 @@ def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> d
         if is_media(name)
         for text in (
             name.removesuffix(PurePath(name).suffix) + end
+            # Reversed: the dictionary keeps the last text, that of the preferred ending.
             for end in caption_files.SIDECAR_SUFFIXES[::-1]
         )
         if text in objects
@@ -214,6 +216,7 @@ def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]
                     if name.startswith("."):
                         continue
                     if _is_folder(entry):
+                        # A link to a folder above it would make the search endless.
                         if not entry.is_symlink():
                             waiting.append(parent / name)
                     elif (
@@ -244,6 +247,8 @@ def _refuse_wrong_columns(items: MediaList, columns: Sequence[str]) -> None:
             f"most {tables.MAX_ATTRIBUTES:,}. Remove the columns that no recipe selects by."
         )
     for column in columns:
+        # Objects are asked for in parallel before the loop below, which would send one request
+        # after another.
         gone = stores.missing_of(
             each
             for item in items
@@ -411,6 +416,7 @@ def _open_tar(tar: Media) -> io.BufferedReader:
 def _members(path: Media) -> list[tarfile.TarInfo]:
     with (
         _open_tar(path) as file,
+        # Mode "r:" refuses compressed tars: their members could not be read by offset.
         tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as tar,
     ):
         members, before = [], -1
@@ -418,6 +424,8 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
             if tar.offset <= before:  # an extended header can give a negative size, too
                 raise ValueError(f"the member after byte {before} does not end behind it")
             before = tar.offset
+            # Hidden members are left out as hidden files are: tar on macOS adds a `._name` for each
+            # file.
             if not any(part.startswith(".") for part in Path(member.name).parts):
                 members.append(member)
         end = tar.offset
@@ -435,6 +443,7 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
     for member in wanted:
         if not member.isreg() or member.issparse():
             raise ValueError(f"{member.name} is not a plain file")
+    # A catalog names a member by its name, so each name may occur once.
     if len({member.name for member in wanted}) < len(wanted):
         raise ValueError("two members have the same name")
     return wanted

@@ -227,6 +227,8 @@ def _obtain(media: Media) -> tuple[int, int]:
             "(raise data.sample_memory_gib in a recipe, or --memory-gib of data index; or set "
             "data.store.cache, so that clips are fetched to a disk)",
         )
+    # A file in memory without a name, as /dev/shm is small in containers. It is gone with its last
+    # descriptor.
     descriptor = os.memfd_create("longtake-clip")
     try:
         _fetch(media, num_bytes, descriptor)
@@ -262,6 +264,8 @@ def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
             continue
         if answer is None:
             continue
+        # The ETag of the first piece is asked for with all others: pieces of two versions would
+        # make a damaged clip.
         data, tag = answer[0], tag or answer[1]
         if len(data) < end - start:
             raise ClipError(
@@ -287,6 +291,7 @@ async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[b
     """
     most, ask = end - start + 1, f"bytes={start}-{end - 1}"
     if hasattr(store, "_call_s3"):
+        # `_cat_file` of s3fs takes no IfMatch and returns no ETag.
         bucket, key, version = store.split_path(path)
         further = {"VersionId": version, "IfMatch": tag}
         further = {name: value for name, value in further.items() if value}
@@ -294,6 +299,7 @@ async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[b
         with closing(answer["Body"]) as body:
             return await _read_at_most(body, most), answer.get("ETag", "")
     if path.startswith("http"):
+        # `_cat_file` of fsspec would read the whole answer of a server that ignores Range.
         headers = {"Range": ask, **({"If-Match": tag} if tag else {})}
         session = await store.set_session()
         async with session.get(store.encode_url(path), headers=headers) as answer:
@@ -366,8 +372,10 @@ class _Request:
         """Raise the error of a failed request if a retry is useless; else wait before the retry."""
         media, section = self._media, self._client.section
         status, name = _status_of(error), type(error).__name__
+        # All errors are raised `from None`: those of clients may show a signed address.
         if (reason := _never_answered(error)) is not None:
             raise UnansweredError(str(media), reason) from None
+        # Precondition failed: the ETag is another one.
         if status == 412:
             raise content.changed(media, "while it was read") from None
         # fsspec's HTTP client raises FileNotFoundError for every failure, with the real one as
@@ -390,6 +398,7 @@ class _Request:
                 f"({reasons[0]}). Install its authority's, or name a file of it: AWS_CA_BUNDLE for "
                 "s3, SSL_CERT_FILE for gs and https."
             ) from None
+        # Range not satisfiable: the object ends before it.
         if status == 416:
             raise ClipError(
                 str(media), "is shorter than it was indexed. Run longtake data index again"
@@ -531,6 +540,8 @@ def _open_store(url: str) -> tuple[Any, str]:
         options["config_kwargs"] = {**config, "retries": {"total_max_attempts": 1}}
     if protocol in ("http", "https"):
         options["client_kwargs"] = {"trace_configs": [_redirect_guard()]}
+    # fsspec keeps a file system for the whole process, whose listings would hide objects that are
+    # added later.
     store = fsspec.filesystem(protocol, use_listings_cache=False, **options)
     if protocol == "s3":
         store.retries = 1  # `_Request` repeats requests itself

@@ -52,21 +52,22 @@ NUM_SHOWN = 5  # number of lines shown in a message
 _ROWS_IN_MEMORY = 4096
 _BUFFER_BYTES = 2**20
 _T = TypeVar("_T")
-_SURE_ROWS = 1_000_000  # may lie in a few bytes; of more, each row takes at least one
+_SURE_ROWS = 1_000_000  # accepted in a file of any size; a larger table has a byte for each row
 _UNKNOWN = ("", "na", "n/a", "nan", "-nan", "null", "none", "#n/a")
 _WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Some consecutive rows of a table, as the columns that are used, by name."""
+    """Consecutive rows of a table: the columns that are used, by name."""
 
     num_before: int  # number of the table's rows before these
     names: Sequence[str]  # names of all columns
     texts: dict[str, list[str | None]]
     numbers: dict[str, list[float | None]]
     types: dict[str, str]  # types of the columns that hold neither texts nor numbers
-    conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # as requested
+    # Further inputs, of the columns that `data index --conditioning` names.
+    conditioning: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     spans: dict[str, Sequence[Any]] = dataclasses.field(default_factory=dict)  # `SPAN_COLUMNS`
 
 
@@ -112,6 +113,7 @@ def read_listing(
 
 def _measured(items: Sequence[Item], known: Mapping[str, Media]) -> tuple[list[Item], list[str]]:
     """Return the items, those in stores with their sizes, and the paths that do not exist."""
+    # Each object is asked for once, however many spans of it are named.
     asked = dict.fromkeys(each.media.whole for each in items if each.media.is_remote)
     unknown = [media for media in asked if media.path not in known]
     answers = zip(unknown, stores.measure(unknown), strict=True)
@@ -157,6 +159,8 @@ def captions_of_list(path: Path) -> Path | None:
 
 def _read_list(path: Path, at: str) -> Iterator[Item]:
     beside = captions_of_list(path)
+    # Blank lines between others are empty captions. Not `splitlines`, which would also split at
+    # characters within a caption, such as U+2028.
     captions = None if beside is None else read_text(beside).rstrip().split("\n")
     try:
         with (
@@ -191,6 +195,8 @@ def _media_in(folder: str, name: str, at: str = "") -> Media:
     if at:
         scheme, _, rest = posixpath.dirname(at).partition("://")
         return Media(f"{scheme}://{posixpath.normpath(posixpath.join(rest, name))}")
+    # Text instead of a Path, which is much slower for millions of rows. Links are not resolved, but
+    # two spellings of a path become one medium.
     return Media(os.path.normpath(f"{folder}/{name}" if name[:1] != "/" else name))
 
 
@@ -227,6 +233,7 @@ def _read_table(
 
 
 def name_unread(names: Sequence[str]) -> str:
+    """Return a sentence that names unread columns, and the names that a column of captions has."""
     return (
         f"not read: {', '.join(names)[:500]}. If one of them has captions, call it "
         f"{' or '.join(CAPTION_COLUMNS)}, and index again."
@@ -278,10 +285,11 @@ def _spans(
     path: Path | str, table: _Table, num_rows: int
 ) -> Sequence[tuple[float, float | None] | None]:
     """Return the spans in seconds from the columns `start` and `end`; None for a whole file."""
+    # One of the two columns alone is a score like any other.
     if len(table.spans) < len(SPAN_COLUMNS):
         return [None] * num_rows
     starts, ends = (_seconds(path, table, name) for name in SPAN_COLUMNS)
-    for name in SPAN_COLUMNS:
+    for name in SPAN_COLUMNS:  # numbers, but no scores
         table.numbers.pop(name, None)
     for row, (start, end) in enumerate(zip(starts, ends, strict=True), table.num_before + 1):
         if not 0 <= (start or 0.0) < (math.inf if end is None else end):
@@ -331,7 +339,8 @@ def further_input(path: Path, row: int, column: str, value: object, at: str = ""
 
 
 def _read_csv(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
-    other, known = set[str](), set[str]()  # columns with a text, and columns with a number
+    # All rows decide: one text in the last row makes a column that is no score.
+    other, known = set[str](), set[str]()  # names of columns with a text, and with a number
     for _, _, columns in _csv_columns(path):
         for name in filter(_may_be_score, columns.keys() - other):
             values = _parsed(columns[name])
@@ -367,6 +376,7 @@ def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequenc
     for some in _batches(rows):
         yield names, num_before, dict(zip(names, zip(*some, strict=True), strict=True))
         num_before += len(some)
+    # A table without rows still has columns to check.
     if not num_before:
         yield names, 0, dict.fromkeys(names, ())
 
@@ -424,6 +434,7 @@ def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
                 types.setdefault(name, type(value).__name__)
             elif value:
                 texts[name] = None
+    # Rows may have different keys, so the columns are known only after the first pass.
     used = [name for name in names if name in texts and name not in types]
     others = [name for name in names if not _is_text(name)]
     num_before = 0
@@ -503,10 +514,13 @@ def _read_parquet(
         columns = list(dict.fromkeys(columns))
         paths: Iterator[str] | None = None
         if inside is not None and extracted is not None:
+            # An iterator of its own: media are read in far smaller batches than the other columns.
             paths = _extract(path, file, inside, extracted)
         strings = pa.string(), pa.large_string()
         texts = [name for name in wanted if fields[name] in strings and name != inside]
         scores = [name for name in wanted if _is_numeric(name, fields[name])]
+        # Found in a pass of their own: the cast to float64 below raises for integers that it
+        # rounds.
         ids = _columns_of_ids(file, [name for name in scores if pa.types.is_integer(fields[name])])
         types = {
             name: str(fields[name])
@@ -564,6 +578,7 @@ def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Itera
                 yield _media_in(str(path.resolve().parent), original).path
                 continue
             data = data or b""
+            # Many tables have no name of the file, or a wrong one, so its first bytes count more.
             suffix = _suffix_of(data, original)
             if suffix is None:
                 raise _unreadable(
@@ -580,7 +595,7 @@ def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Itera
 
 
 def _suffix_of(data: bytes, name: str) -> str | None:
-    """Return the ending of a file with this content, by its first bytes or else its older name."""
+    """Return a file's ending by its first bytes, or else by its original name; None if unknown."""
     if not data:
         return None
     for start, offset, suffix in _MAGIC:
@@ -596,7 +611,7 @@ _MAGIC = (
     (b"WEBP", 8, ".webp"),
     (b"GIF8", 0, ".gif"),
     (b"ftypavif", 4, ".avif"),
-    (b"ftypqt", 4, ".mov"),
+    (b"ftypqt", 4, ".mov"),  # before the general `ftyp`, as AVIF
     (b"ftyp", 4, ".mp4"),
     (b"\x1a\x45\xdf\xa3", 0, ".mkv"),
 )
@@ -668,12 +683,19 @@ def decode_text(data: bytes, name: object) -> str:
 
 
 def _encoding_of(file: io.BufferedReader | io.BytesIO) -> str:
+    # UTF-16 is told by its mark only; without one it cannot be distinguished surely. "utf-8-sig"
+    # reads UTF-8 with the mark that spreadsheets write, and without.
     start = file.read(2)
     file.seek(0)
     return "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
 
 
 def read_text(path: Path) -> str:
+    """Return the content of a file of captions.
+
+    Raises:
+        DataError: the file cannot be read, or is not UTF-8 or UTF-16.
+    """
     try:
         return decode_text(fsio.read_regular(path), path)
     except OSError as error:
