@@ -122,6 +122,7 @@ class BatchAssembler:
             return None
         if not all(map(buffer.is_decoded, range(len(usable)))):
             return None
+        # No place lacks a sample, so the filler is not used.
         return self._batch(planned, usable, usable[0], buffer, history, skipped)
 
     def _batch(
@@ -192,6 +193,8 @@ class BatchAssembler:
             if bucket != planned.bucket:
                 planned = replace(planned, bucket=bucket)
                 buffer = buffer.source.buffer(bucket, len(self.places(planned)))
+            # The prefix and trigger of a caption depend on its catalog, so the filler gets those of
+            # its own.
             of_stream = planned if stream is None else replace(planned, source=stream.source)
             sample = self._fetch(clip, of_stream, planned.epoch, buffer, place)
             if self._wait(sample, buffer, place):

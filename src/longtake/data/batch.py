@@ -24,7 +24,7 @@ class Batch:
     stage: str
     source: str  # name of the catalog in the recipe
     epoch: int
-    begins_epoch: bool  # whether this is the first step counted in the epoch
+    begins_epoch: bool  # True for the first step that is counted in the epoch
     bucket: Bucket
     videos: Tensor  # [B, 3, F, H, W] uint8; F = 0 with `latents`
     captions: tuple[str, ...]  # [B]
@@ -36,8 +36,10 @@ class Batch:
     weights: Tensor  # [B] float32: 1, or 0 for a filler (undecodable clip, smaller last batch)
     rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of undecodable clips
     global_size: int  # samples of the batch over all ranks, unless it is a bucket's last
-    position: StagePosition  # in the curriculum, for learning rate and EMA; `stage` has the clips
-    position_before: StagePosition  # position of the previous update; for the first, its own
+    # Position in the curriculum, for learning rate and EMA. In a ramp its stage can be another one
+    # than that of the clips (`stage`).
+    position: StagePosition
+    position_before: StagePosition  # position of the previous update; equal for the first one
     # Further inputs by their names in `data.conditioning`, with the shapes of `empty_conditioning`:
     # pixels uint8, numbers float32. With `latents`, only those that the codec does not encode.
     inputs: dict[str, Tensor] = field(default_factory=dict)

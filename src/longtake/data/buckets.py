@@ -40,7 +40,7 @@ class SharedClips:
     """Clips that several buckets share: each epoch, each of these buckets gets another part."""
 
     rows: Rows
-    weights: tuple[float, ...]  # share of each bucket
+    weights: tuple[float, ...]  # share that each bucket gets; they sum to 1
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
@@ -91,7 +91,7 @@ class BucketAssignment:
             if first == end:
                 continue
             is_here = (positions >= begin) & (positions < begin + end - first)
-            # Shared clips are permuted anew in each epoch, and a batch can hold samples of two
+            # Each epoch permutes shared clips in another way, and a batch can hold samples of two
             # epochs.
             for epoch in np.unique(epochs[is_here]).tolist():
                 mine = is_here & (epochs == epoch)
@@ -173,6 +173,7 @@ def shares_cut(catalog: Catalog, rows: Rows, shape: Bucket) -> NDArray[np.float6
     """Return the share [N] of each clip's picture that the crop to a bucket removes."""
     across = shape.width / catalog.column("width")[rows]
     down = shape.height / catalog.column("height")[rows]
+    # The picture is scaled by the larger ratio to cover the bucket. The share min / max remains.
     cut: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
     return cut
 
@@ -340,6 +341,8 @@ def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
             for bucket in buckets:
                 bucket.tofile(file)
             file.flush()
+            # The mapping outlives the deleted file, and the kernel drops its pages when memory is
+            # short.
             rows: Rows = np.memmap(file, np.uint32, mode="r")
     else:
         rows = np.concatenate([empty, *buckets])

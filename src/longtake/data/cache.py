@@ -67,7 +67,7 @@ class SamplePart:
     """
 
     made: Literal["latents", "values", "inputs", "prompt"]
-    reads: Mapping[str, Wanted]  # by names in data.conditioning; "" is the clip itself
+    reads: Mapping[str, Wanted]  # inputs by name in data.conditioning; "" is the clip itself
     bucket: Bucket  # shape of the clip's window
     caption: str = ""  # for a prompt
 
@@ -81,8 +81,8 @@ class Cache:
     text: str  # fingerprint of the encoders of captions
     data: DataSection
     no_caption: str  # text that is encoded in place of a dropped caption
-    together: tuple[str, ...] = ()  # names of the inputs that the family encodes together, itself
-    inputs: str = ""  # fingerprint of their encoder
+    together: tuple[str, ...] = ()  # names of the inputs that the family itself encodes together
+    inputs: str = ""  # fingerprint of the encoder of the inputs `together`
     with_text: tuple[str, ...] = ()  # names of the pictures that are encoded together with captions
 
     def __getstate__(self) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class Cache:
         return PackIndex(self.folder, verify=self.data.cache_checksums)
 
     def stored(self, latents: Tensor) -> Tensor:
-        """Round an encoder's output as `data.cache_dtype` wants it, in its own dtype."""
+        """Round an encoder's output to `data.cache_dtype`, and return it in its own dtype."""
         is_rounded = self.data.cache_dtype == "bf16" and latents.dtype == torch.float32
         return latents.bfloat16().float() if is_rounded else latents
 
@@ -317,7 +317,7 @@ class ContentHashes:
     Each process appends to a file of its own and reads the files of all processes once.
 
     Args:
-        folder: of the records; if it cannot be written, nothing is kept.
+        folder: folder of the records; if it cannot be written, nothing is kept.
         hash_of: function from a path to its hash, by default BLAKE2b-128 of the content. One folder
             holds hashes of one function only.
     """
@@ -325,6 +325,7 @@ class ContentHashes:
     def __init__(self, folder: Path, hash_of: Callable[[str], str] | None = None) -> None:
         self._folder = folder
         self._hash_of = hash_of or (lambda path: content_hash(Media(path)))
+        # On network disks, appends of several machines to one file can overwrite each other.
         self._mine = folder / f"{secrets.token_hex(8)}.jsonl"
         self._of_stores: dict[str, str] = {}
         self._lock = threading.Lock()

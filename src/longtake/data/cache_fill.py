@@ -48,8 +48,8 @@ _CHUNK = 4096
 _FIRST_ITEMS = 32  # number of clips per first share, before the bytes of one are known
 _MAX_ITEMS = 4096
 _MAX_CHECKED = 20_000  # at most this many files of cached clips are checked for changes at launch
-_NUM_SHARES = 64
-_CAPTIONS_AT_ONCE = 32
+_NUM_SHARES = 64  # least number of shares, so that many workers get some
+_CAPTIONS_AT_ONCE = 32  # captions for one call of the text encoder
 _T = TypeVar("_T")
 _SILENCE_SECONDS = 3600.0  # reading weights and encoding a long clip report no progress
 
@@ -249,6 +249,7 @@ def fill_latents(
             written.
     """
     data, under_way = cache.data, deque[tuple[Window, list[_Reading]]]()
+    # Objects that should exist, which tell a missing clip from a store that is down.
     examples = [each.item().clip.media for each in clips[:3]]
     with (
         decode_worker.DecodePool.of_recipe(data, heartbeats, examples) as pool,
@@ -373,6 +374,7 @@ def _rows(plan: Plan) -> Iterator[_Row]:
                 mine = part.members.candidates(bucket)
                 rows.setdefault((id(part.catalog), shape), []).append(mine)
     for (catalog, shape), found in rows.items():
+        # In the same order on all processes, which divide the rows by their places.
         for row in np.unique(np.concatenate(found)):
             yield _Row(catalogs[catalog], shape, int(row), tuple(sources[catalog]))
 
@@ -384,6 +386,7 @@ def _captions(plan: Plan, cache: Cache) -> list[str]:
             texts = part.catalog.table["caption"].take(part.members.all_rows())
             distinct = pc.unique(texts).to_pylist()
             captions.update(caption_variants(distinct, stream.source, cache.data))
+    # Sorted, as processes that divide the work must cut shares from the same list.
     return sorted(captions)
 
 

@@ -35,7 +35,7 @@ CAPTIONED = "captioned"
 
 `index` keeps such captions if its sources have none.
 """
-OTHER_CAPTION = "other_caption"  # numbers further clips with the content of another
+OTHER_CAPTION = "other_caption"  # attribute: number of a further clip with the same content
 TRUSTED = "trusted_metadata"
 """Attribute that is 1 if `data index --trust-metadata` did not decode the clip's frames, else 0."""
 MATRIX = "color_matrix"
@@ -65,7 +65,7 @@ CLIP_SCHEMA = pa.schema(
         ("pts", pa.list_(pa.int64())),  # null if the spacing is even
         ("keyframes", pa.list_(pa.int32())),
         ("prepared_from", pa.string()),
-        ("file_bytes", pa.int64()),  # with the next, tells whether the file is unchanged
+        ("file_bytes", pa.int64()),  # the file is unchanged while this and the next are
         ("file_mtime_ns", pa.int64()),
     ]
 )
@@ -75,7 +75,7 @@ SPAN_SCHEMA = pa.schema(
 )
 ASIDE_SCHEMA = pa.schema(
     [
-        ("identity", pa.binary(16)),  # of the accepted clip, for a copy; null: rejected
+        ("identity", pa.binary(16)),  # identity of the accepted clip, for a copy; null: rejected
         ("path", pa.string()),
         ("file_bytes", pa.int64()),
         ("file_mtime_ns", pa.int64()),
@@ -184,6 +184,7 @@ def _mapped(file: pq.ParquetFile, schema: pa.Schema, folder: str) -> pa.Table:
         with pa.ipc.new_file(spill.name, schema) as writer:
             for index in range(file.metadata.num_row_groups):
                 writer.write_table(with_whole_paths(file.read_row_group(index), schema, folder))
+        # Arrow keeps freed memory for later, which would count beside the mapped table.
         pa.default_memory_pool().release_unused()
         return pa.ipc.open_file(pa.memory_map(spill.name)).read_all()
 
@@ -457,6 +458,7 @@ class Catalog:
         """Return this catalog with the paths that another catalog has for the same clips."""
         # Clips that the other catalog lacks keep their own paths.
         where = pc.index_in(self.identities, value_set=other.identities)
+        # Row 0 stands in for clips that the other catalog lacks, and `if_else` does not use it.
         is_there, rows, table = pc.is_valid(where), pc.fill_null(where, 0), self.table
         if not len(other) or not pc.any(is_there).as_py():
             return self

@@ -62,7 +62,8 @@ class CatalogWriter:
 
     def add(self, clip: Clip, stamp: catalog.Stamp | None) -> None:
         """Add a clip, with the stamp of its file."""
-        if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):  # as `data index` kept it
+        # A copy with another caption gets an identity of its own: a probe has that of the content.
+        if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):
             clip = replace(clip, identity=copy_identity(clip.identity, number))
         self._names.update(clip.attributes)
         self.num_clips += 1

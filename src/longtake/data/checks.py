@@ -206,7 +206,7 @@ class Drift:
     attribute: str
     before: float  # mean over the clips of the stage before, weighted as its catalogs are mixed
     after: float  # mean over the clips of this stage
-    distance: float  # of the means, in standard deviations before; infinite if those are 0
+    distance: float  # between the means, in standard deviations before; infinite if they are 0
 
     def __str__(self) -> str:
         distance = f"{self.distance:.1f} standard deviations"

@@ -27,7 +27,7 @@ class Indexed:
     fps: float
     file_bytes: int | None  # size of the file or tar; None if unknown
     mtime_ns: int | None
-    is_by_run: bool = False  # for a further input: the facts that a run first found
+    is_by_run: bool = False  # these are the facts of a further input that a run first found
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Media:
     span: tuple[float, float | None] | None = None  # seconds from the first frame; None: all
     stamp: int = 0  # changes with an object in a store; 0 if unknown
     local: str = field(default="", compare=False)  # path to which an object was fetched
-    indexed: Indexed | None = field(default=None, compare=False)  # for a clip of a catalog
+    indexed: Indexed | None = field(default=None, compare=False)  # None: not known
 
     def __str__(self) -> str:
         name = f"{self.path}/{self.member}" if self.member else self.path
@@ -102,7 +102,7 @@ class Footage:
     color_matrix: str | None = None  # FFmpeg's name; empty if unknown; None if not yet read
     timing: Timing | None = None  # None if the file's timestamps do not identify its frames
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending
-    seek_pts: int | None = None  # of the keyframe before a span; None: the file's start
+    seek_pts: int | None = None  # timestamp of the keyframe before a span; None: file's start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ class Clip(Footage):
     caption: str  # description of the content; empty if unknown
     prepared_from: str = ""  # identity of the original, if this clip was transcoded; else empty
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores by name, such as `nouns`
-    conditioning: Mapping[str, Given] = field(default_factory=dict)  # by column, as in the source
+    conditioning: Mapping[str, Given] = field(default_factory=dict)  # further inputs by column
 
     @property
     def path(self) -> str:
@@ -148,7 +148,7 @@ class Item:
     media: Media
     caption: str | None = None  # None if its source has none
     attributes: Mapping[str, float] = field(default_factory=dict)  # scores from its source
-    conditioning: Mapping[str, Given] = field(default_factory=dict)  # of requested columns
+    conditioning: Mapping[str, Given] = field(default_factory=dict)  # by requested column
 
     @property
     def kind(self) -> Kind:

@@ -62,6 +62,8 @@ class ClipCache:
             total = int(known) + num_bytes if known.isdecimal() else self.max_bytes + 1
             if total > self.max_bytes:
                 total = self._delete_oldest(num_bytes) + num_bytes
+            # The total before the name: a process that is killed in between leaves a total that is
+            # too large, never too small.
             file.truncate(0)
             file.write(str(total))
             file.flush()

@@ -64,7 +64,7 @@ class ConditioningPixels:
     kind: Literal["picture", "video", "mask"]
     identity: str  # identity of the clip
     media: Media  # for a `picture` in a video file, the first frame is read
-    clip_height: int  # of the upright clip; 0 without a clip: the input is cut in the middle
+    clip_height: int  # height of the upright clip; 0: no clip, so the cut is in the middle
     clip_width: int
     clip_crop: Crop
     height: int  # rows of the result

@@ -294,7 +294,7 @@ class Probe(Footage):
         return {name: value for name, value in vars(self).items() if name != "is_trusted"}
 
     def cut(self, media: Media) -> "Probe":
-        """Return the probe of a span of this file (`media.span`): of the frames that begin in it.
+        """Return the probe of the frames that begin in a span (`media.span`) of this file.
 
         Raises:
             ClipError: no frame begins in the span, or the timestamps do not ascend.

@@ -13,7 +13,7 @@ from longtake.data.clip import Media
 from longtake.errors import ClipError
 
 MEMORY_GIB = 1.0  # default for decoding one file
-SECONDS = 60.0  # for decoding one whole file, plus one second for each 64 KiB
+SECONDS = 60.0  # default for decoding one whole file, plus one second for each 64 KiB
 _BYTES_PER_PIXEL = 16  # RGBA: decoded, laid over white and converted; or some reference frames
 _BYTES_PER_SECOND = 2**16  # a film of 2 hours and 1 GB gets 4.5 hours
 _memory_gib: ContextVar[float] = ContextVar("memory_gib", default=MEMORY_GIB)

@@ -33,7 +33,7 @@ from longtake.data.workers import Reply, Task, WorkerIncident, WorkerPool
 from longtake.heartbeat import HeartbeatDir, HeartbeatWriter
 
 _SECONDS_BETWEEN_PROGRESS = 0.5
-_THREADS = 2  # without worker processes
+_THREADS = 2  # threads that decode where there are no worker processes
 _TRIM_EVERY = 100  # items after which freed memory is returned
 
 

@@ -38,6 +38,7 @@ class FrameCache:
     def keep(self, wanted: Wanted, pixels: Pixels) -> None:
         if wanted not in self.contents and pixels.nbytes <= self.room_bytes:
             self.room_bytes -= pixels.nbytes
+            # A view would keep the whole batch in memory.
             self.contents[wanted] = pixels.copy()
 
 
@@ -121,7 +122,7 @@ class PixelBuffer:
     def wait(self, place: int) -> None:
         window, is_kept, requested = self._pending[place]
         errors = []
-        for name, (wanted, future) in requested.items():  # all: each may still be written
+        for name, (wanted, future) in requested.items():  # all: a worker may still write to each
             try:
                 pixels = future.result()
             except ClipError as error:

@@ -241,6 +241,8 @@ class TranscodeTask(ClipTask[Clip, None]):
         try:
             if not target.exists():
                 with stores.local(item.media) as media:
+                    # The file is named by the identity of its content, so a changed source must not
+                    # fill it.
                     # The spans of one film follow each other: the film is hashed once.
                     if not content.is_indexed(media, content.known_hash(media, progress)):
                         raise content.changed(item.media, "another content")

@@ -108,6 +108,7 @@ class Ledger:
     ) -> None:
         self._path, self._counts = folder / f"rank_{rank:04d}.bin", counts
         with _writing(self._path):
+            # Unbuffered: what `record` has written survives a killed process.
             self._file = open(self._path, "ab", buffering=0, opener=fsio.no_follow)  # noqa: SIM115 - closed by `__exit__`
         self._streams = {name: index for index, name in enumerate(streams)}
 

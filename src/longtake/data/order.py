@@ -44,7 +44,7 @@ class EpochSpan:
     name: str = ""  # spans of different names have different permutations
     first_epoch: int = 0  # number of its first epoch
     num_epochs: int | None = None  # None for an endless span
-    batch_sizes: tuple[int, ...] = ()  # of each bucket; empty: `batch_size` for all
+    batch_sizes: tuple[int, ...] = ()  # one for each bucket; empty: `batch_size` for all
 
     def __post_init__(self) -> None:
         assert self.batch_size > 0

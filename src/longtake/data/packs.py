@@ -53,7 +53,7 @@ _TYPES = {
 }  # fmt: skip
 _TYPE_NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _COLUMNS = {"high": "U64", "low": "U64", "pack": "U32", "offset": "U32", "layout": "U32"}
-_COLUMNS |= {"checksum": "U32"}
+_COLUMNS |= {"checksum": "U32"}  # 32 bits hold an offset, as packs have some 512 MiB
 _NUMBERS: dict[str, np.dtype[Any]] = {"U64": np.dtype("<u8"), "U32": np.dtype("<u4")}
 
 
@@ -424,6 +424,7 @@ class PackWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Also after an error or Ctrl-C, so that nothing that was encoded is lost.
         for kind in list(self._open):
             self._write(kind)
 
@@ -477,6 +478,7 @@ class PackWriter:
                     file.write(header)
                     for each in pack.contents:
                         file.write(each.numpy().data)
+                # Before it gets its name: after a power failure a pack is whole or absent.
                 fsio.flush_to_disk(partial)
         except OSError as error:
             raise cannot_write(path, error) from error

@@ -520,7 +520,7 @@ def compare(old: Catalog, new: Catalog) -> CatalogDifference:
     for name in ("num_frames", "width", "height", "stream_index", "rotation"):
         reshaped |= old.column(name)[both_old] != new.column(name)[both_new]
     paths = [
-        # Paths are only for the message: not for so many clips that it takes long.
+        # Paths are for the message only, and reading those of many clips takes long.
         {catalog.clip(int(row)).path for row in rows} if len(rows) <= 10**5 else set()
         for catalog, rows in ((new, added), (old, removed))
     ]

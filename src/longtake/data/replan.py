@@ -74,7 +74,7 @@ class _StageProgress:
     """Progress of a run in one stage, over all plans."""
 
     steps: int
-    streams: Mapping[str, _StreamProgress]  # by source
+    streams: Mapping[str, _StreamProgress]  # progress by source
     active: frozenset[str]  # sources that the newest plan trains on in this stage
 
 

@@ -42,7 +42,7 @@ _AROUND_SECONDS = 0.5  # time before and after a cut that tells the usual differ
 _MOST_AROUND = 60  # upper limit of frames on each side, whatever the frame rate
 _HEADER = ["path", "start", "end"]
 _MOST_SHOWN = 5
-_DECIMALS = 6  # of seconds; frames are found by times that are rounded to these
+_DECIMALS = 6  # decimals of seconds in the table; `index` allows for this rounding
 
 
 @dataclass(frozen=True)

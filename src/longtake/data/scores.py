@@ -267,7 +267,7 @@ _HASHES_ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(
 class Scored:
     """A catalog with one more attribute."""
 
-    catalog: Catalog  # with the same clips
+    catalog: Catalog  # the same clips, with the new attribute
     name: str  # name of the attribute
     # [N] float64 in the catalog's order. NaN where unknown: the clip has no caption, or failed.
     values: NDArray[np.float64]

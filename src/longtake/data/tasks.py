@@ -376,6 +376,7 @@ class _RayRun(Generic[Item, Result]):
                         sent = [item for _, item in batch]
                         self._busy[actor.handle.work.remote(sent)] = actor, batch
                     refs = [*self._busy, *self._starting]
+                    # The first call waits for one, the second collects all that are ready.
                     some = self._ray.wait(refs, timeout=1.0)[0]
                     ready = some and self._ray.wait(refs, num_returns=len(refs), timeout=0)[0]
                     for ref in ready:
@@ -434,6 +435,7 @@ class _RayRun(Generic[Item, Result]):
             if self._failed_starts >= RAY_ATTEMPTS and not (self._free or self._busy):
                 raise DataError(f"No Ray worker can be started: {one_line(error)[:300]}") from error
             return
+        # Before the errors below, so that `run` ends this actor too.
         self._free.append(actor)
         self._failed_starts = 0
         if problem == "absent":
@@ -463,6 +465,7 @@ class _RayRun(Generic[Item, Result]):
         self._free.append(actor)
         batches.learn(answers.seconds / len(batch))
         self._lost_in_a_row = 0
+        # Fewer results than items, if an error ended the batch.
         for (number, item), (result, is_missing) in zip(batch, answers.results, strict=False):
             # Missing only there: that is a fault of the cluster and not of the clip.
             if is_missing and Path(path := self._task.reads(item)).exists():

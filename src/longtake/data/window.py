@@ -79,7 +79,7 @@ class Window:
 
     identity: str  # identity of the clip
     media: Media
-    kind: Kind  # for an image only `media` and the sizes matter
+    kind: Kind  # an image needs only `media` and the sizes
     stream_index: int  # index into all streams of the file
     rotation: int  # degrees counterclockwise that turn a decoded frame upright, and `MIRRORED`
     source_height: int  # height of the upright picture when it was indexed

@@ -61,7 +61,7 @@ class Task(ABC, Generic[Item, Result]):
 
     doing: str = "decoding"  # the work, in messages
     silence_seconds: float = SILENCE_SECONDS  # limit without a message
-    memory_gib: float | None = None  # for one item, beyond what a process holds
+    memory_gib: float | None = None  # limit for one item, beyond what a process holds
     store = StoreSection()  # settings for fetching items from object stores
     examples: tuple[Media, ...] = ()  # objects that should exist in their stores: see `StoreClient`
     num_cpus: int = 1  # cores that a process computes on
@@ -111,7 +111,7 @@ class WorkerIncident:
     item: Any  # the item it worked on; None if it was idle
     seconds: float  # time since it began with the item
     reason: str
-    stack: stacks.StackDump  # for a dead worker, from its last output
+    stack: stacks.StackDump  # stack of the process; for a dead one, from its last output
 
     @property
     def identity(self) -> str:

@@ -23,9 +23,9 @@ _LEAST_COVERED, _MOST_COVERED = 0.04, 0.4
 _MOST_AREA_RATIO = 1.6
 _LEAST_SATURATION = 0.4
 _MOST_HUE_ERROR = 22.0  # degrees; half the distance between two colours is 30
-_LEAST_AGREEMENT = 0.68  # with the template, as soft intersection over union
-_LEAST_LEAD = 0.03  # over the second best template
-_LEAST_TRAVEL = 0.12  # between the first and the last frame, as a share of the height
+_LEAST_AGREEMENT = 0.68  # soft intersection over union of object and template
+_LEAST_LEAD = 0.03  # difference to the agreement with the second best template
+_LEAST_TRAVEL = 0.12  # way from the first to the last frame, as a share of the height
 _MOST_ANGLE_ERROR = 18.0  # degrees; half the distance between two directions is 22.5
 _MOST_STRAY = 0.2  # root mean square distance from a steady course, as a share of the travel
 

@@ -31,7 +31,7 @@ NUM_HELD_OUT_CLIPS = 48
 """Number of clips with held-out captions, whose loss is measured at each checkpoint."""
 NUM_CHECKPOINTS = 6
 NUM_CHECKED = 96
-"""Videos that are sampled and checked of held-out captions, and as many of trained ones."""
+"""Number of videos of held-out captions that are sampled and checked, and of trained ones."""
 
 _BATCH_SIZE = 48
 _PACE_STEPS, _PACE_WARM_UP = 60, 20
@@ -107,8 +107,8 @@ def run_demo(
 
     Args:
         out: the run directory.
-        steps: optimizer updates, 1500 by default; or
-        minutes: how long to train; a short measurement converts them to steps of a new demo.
+        steps: number of optimizer updates, 1500 by default.
+        minutes: training time instead of `steps`; a new demo converts it after a short measurement.
         seed: seed of the run and of its clips.
         console: for progress and results.
         evaluate: also sample each checkpoint during the training, by a second process.
@@ -129,7 +129,7 @@ def run_demo(
     if minutes is not None and run.exists():
         steps = run.recipe().training.steps
         console.print(f"{out} holds a demo of {steps} steps and resumes it.", markup=False)
-    # Before any clip is written.
+    # Checked before any clip is written, which takes a while.
     asked = demo_recipe(out, steps or DEFAULT_STEPS, seed)
     if changed := config.differences(run.recipe(), asked) if run.exists() else []:
         listed = ", ".join(f"{key} {old} there and {new} now" for key, old, new in changed)

@@ -70,7 +70,7 @@ class Combination:
 
 
 _WORLD = tuple(itertools.starmap(Combination, itertools.product(SHAPES, COLOURS, DIRECTIONS)))
-"""All combinations."""
+"""All combinations of shape, colour and direction."""
 
 
 def parse_caption(caption: str) -> Combination:
@@ -159,11 +159,11 @@ def write_clips(
     already there is whole, because each is written aside and renamed, and is kept.
 
     Args:
-        folder: where to write; made if it is not there.
-        num_clips: how many clips; every caption appears once before one appears twice.
+        folder: folder to write to; created if it is missing.
+        num_clips: number of clips; every caption appears once before one appears twice.
         seed: seed of the pictures and of their order; part of the file names.
         progress: called with the number of finished clips after each one.
-        held_out: write clips of the captions that are held out instead.
+        held_out: write clips of the held-out captions instead.
 
     Returns:
         The path of `captions.jsonl`, one `{"video": file name, "caption": sentence}` a line.
