@@ -178,11 +178,13 @@ class EvaluationDirectory:
         return self.path / "claims" / preset / f"step_{step:08d}-{key}"
 
     def presets(self) -> list[str]:
+        # Superseded results lie one folder deeper, so that the pattern does not find them.
         return sorted({path.parents[1].name for path in self.path.glob("*/step_*/scores.json")})
 
     def steps(self, preset: str) -> list[int]:
         names = (path.parent.name for path in (self.path / preset).glob("step_*/scores.json"))
         steps = (name.removeprefix("step_") for name in names)
+        # Somebody's copy, such as step_00001000.bak, is no result.
         return sorted(int(step) for step in steps if step.isdecimal())
 
     def scores(self, preset: str, step: int) -> Scores | None:
@@ -194,6 +196,7 @@ class EvaluationDirectory:
             found = fsio.read_record(self.result_path(preset, step) / "scores.json", SCORES)
         except errors.RecordError:
             return None
+        # A folder that was copied or renamed by hand holds the result of another checkpoint.
         is_it = found is not None and (found["preset"], found["step"]) == (preset, step)
         return found if is_it else None
 
@@ -241,6 +244,8 @@ class ServerDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         with (
             fsio.atomic_write(self.heartbeat_path) as aside,
+            # Mode x fails if somebody has put a symbolic link there, which would be written
+            # through.
             aside.open("x", encoding="utf-8") as file,
         ):
             file.write(json.dumps(record, indent=2) + "\n")

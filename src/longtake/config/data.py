@@ -167,6 +167,8 @@ def _check_conditioning(
 ) -> dict[str, ConditioningSection]:
     """Raise ValueError for a name that no tensor of a model can have, or keys of another kind."""
     for name, section in sections.items():
+        # A model gets an encoded input as `<name>_latents`, and text encoders return `..._embeds`:
+        # an input with such a name would replace one of them.
         is_taken = name in _TAKEN_NAMES or name.endswith(("_latents", "_embeds"))
         if is_taken or not _CONDITIONING_NAME.fullmatch(name):
             raise ValueError(
@@ -178,6 +180,7 @@ def _check_conditioning(
         if kind == "numbers" and section.width is None:
             raise ValueError(f"{key} needs width: how many numbers a clip (or each frame) has")
         for name_of_key, (unset, *kinds) in _KEYS_OF_KINDS.items():
+            # A key at its unset value is accepted: the recipe that a run keeps sets every key.
             if getattr(section, name_of_key) not in (None, unset) and kind not in kinds:
                 raise ValueError(
                     f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"'
@@ -386,6 +389,7 @@ class DataSection(Section):
 
     @model_validator(mode="after")
     def _has_catalogs(self) -> Self:
+        # Equal means that both are set, or neither is.
         if bool(self.catalogs) == (self.catalog is not None):
             raise ValueError("data needs either one catalog or several catalogs by name")
         by_key = {f"the weights of stage {each.name}": each.weights or {} for each in self.stages}
@@ -453,6 +457,7 @@ class DataSection(Section):
                 )
         if self.stages and self.stages[0].ramp_steps:
             raise ValueError(f"stage {names[0]} is the first: there is nothing to ramp from")
+        # Two warm-ups from the first step on would be ambiguous: the run's own is kept.
         if self.stages and self.stages[0].warmup_steps is not None:
             raise ValueError(
                 f"stage {names[0]} is the first: its warm-up is optimizer.warmup_steps, so leave "

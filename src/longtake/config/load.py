@@ -62,6 +62,7 @@ def parse(values: Mapping[str, Any], source: str) -> Recipe:
 
 
 def dump(recipe: Recipe) -> str:
+    # TOML has no null: unset keys are left out.
     return tomli_w.dumps(recipe.model_dump(exclude_none=True))
 
 
@@ -73,6 +74,8 @@ def kept(recipe: Recipe) -> Recipe:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
+        # A named pipe would be waited for without end. Editors on Windows begin a file with a byte
+        # order mark, which tomllib refuses.
         text = fsio.read_regular(path, _MAX_RECIPE_BYTES).removeprefix(codecs.BOM_UTF8)
         return tomllib.loads(text.decode())
     except FileNotFoundError:
@@ -115,7 +118,9 @@ def parse_value(text: str) -> object:
         values = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):  # the text is no TOML, or too long to be a number
         return text
+    # A text with line breaks may set several keys; it is a TOML value only if nothing else is left.
     value: object = values.pop("value")
+    # TOML would read `out=2024-01-31` as a date, which no key has.
     is_plain = isinstance(value, bool | int | float | str | list | dict)  # and no date
     return value if is_plain and not values else text
 
@@ -124,6 +129,8 @@ def _explain(detail: ErrorDetails) -> str:
     parts = tuple(part for part in detail["loc"] if not _ALTERNATIVE.match(str(part)))
     location = shorten(".".join(map(str, parts)))
     kind, message = detail["type"], shorten(detail["msg"], 400)
+    # pydantic reports one error for each type that a shift may have. All get the same sentence,
+    # which `parse` then lists once.
     if len(parts) < len(detail["loc"]) and parts[-1:] == ("shift",):
         return f"{location} is {shorten(repr(detail['input']))}; it should be {_SHIFT}."
     if kind == "extra_forbidden":
@@ -213,6 +220,8 @@ def _most_similar(name: str, keys: Sequence[str], cutoff: float) -> str | None:
     """Return a key whose last part resembles `name`, contains it as a word or is its long form."""
     by_name: dict[str, str] = {}
     for key in keys:
+        # The first key of a name wins: `_known_keys` lists outer sections before their inner
+        # tables.
         by_name.setdefault(key.rpartition(".")[2], key)
     if close := nearest(name, by_name, cutoff):
         return by_name[close]

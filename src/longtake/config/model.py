@@ -167,6 +167,7 @@ class PooledSection(Section):
     pretrained: str | None = None
     """A diffusers folder or repository id. Unset: that of the first encoder."""
     config: dict[str, Any] = Field(default_factory=dict)
+    # CLIP, the usual second encoder, has 77 position embeddings.
     max_tokens: int = Field(77, gt=0, le=2**16)
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
     """Data type of this encoder's linear layers, like `text.quantize`."""
@@ -207,10 +208,12 @@ class TextSection(Section):
     def num_tokens(self) -> int:
         if self.max_tokens is not None:
             return self.max_tokens
+        # Reached without a family: `models.components.text_section` fills in the family's number.
         return 64 if self.pretrained is None else 512
 
     def second_encoder(self) -> PooledSection | None:
         """Return `pooled`, with the first encoder's `pretrained` if it sets none; None: unset."""
+        # A `config` describes an encoder that is made with random weights, so no release is loaded.
         if self.pooled is None or self.pooled.pretrained is not None or self.pooled.config:
             return self.pooled
         return self.pooled.model_copy(update={"pretrained": self.pretrained})

@@ -122,6 +122,8 @@ class Recipe(Section):
             section: getattr(self, section).model_copy(update=values)
             for section, values in given.items()
         }
+        # `model_copy` validates nothing, which is safe: a key of a stage has the bounds of the key
+        # that it replaces.
         return self.model_copy(update=sections) if sections else self
 
     def stage_changes(self, before: str, after: str) -> dict[str, tuple[object, object]]:

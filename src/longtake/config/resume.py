@@ -14,17 +14,21 @@ MAY_CHANGE_ON_RESUME = (
     "data.auto_buckets",  # what they chose is in data.buckets
     "data.tokens_per_batch",  # as above
     "data.on_change",
+    # These warn or refuse at the launch, and change no batch.
     "data.on_drift",
     "data.drift_limit",
+    # Speed and limits of reading: the content of a sample follows from its seed.
     "data.workers",
     "data.sample_timeout_seconds",
     "data.sample_memory_gib",
     "data.store",
     "data.frame_cache_gib",
+    # Training is bitwise equal with and without a cache (docs/decisions/0016-latent-cache.md).
     "data.cache",
     "data.cache_checksums",
     "data.max_quarantined_clips",
     "data.retry_quarantined",
+    # Memory and speed: the results differ by rounding at most.
     "model.stream",
     "training.micro_batch_size",
     "training.device",
@@ -35,6 +39,7 @@ MAY_CHANGE_ON_RESUME = (
     "checkpoint",
     "guard",
     "watch",
+    # These read checkpoints, and train nothing.
     "sampling",
     "evaluation",
     "tracking",
@@ -70,6 +75,8 @@ def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, o
     """Return the default values of all optional keys, by their dotted keys."""
     found: dict[str, object] = {}
     for name, field in section.model_fields.items():
+        # A section that may be unset (`AutoBucketsSection | None`) is one key with the default
+        # None.
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
             found |= defaults(kind, f"{prefix}{name}.")

@@ -16,6 +16,7 @@ from longtake.config.values import (
     Shift,
 )
 
+# An integer of TOML has 64 bits, one of them for the sign.
 _Seed = Annotated[int, Field(ge=0, lt=2**63)]
 _Files = Annotated[tuple[FilePath, ...], FromList, Field(min_length=1)]
 

@@ -63,6 +63,8 @@ class FlowSection(Section):
     logit_mean: float = Field(0.0, ge=-1000, le=1000)
     """Mean of the logit-normal; above 0 leans toward noise."""
     logit_std: float = Field(1.0, gt=0, le=1000)
+    # Outside of -1 and 2 / (pi - 2) = 1.7519 the distribution has no monotone quantile function;
+    # see `mode` in flow/timesteps.py.
     mode_scale: float = Field(1.29, ge=-1, le=1.7519)
     """Scale of the mode distribution."""
     shift: Shift = 1.0
@@ -118,6 +120,7 @@ class OptimizerSection(Section):
     @field_validator("max_grad_norm", mode="before")
     @classmethod
     def _clips_something(cls, value: Any) -> Any:
+        # Other trainers read 0 as "no clipping".
         if value == 0:
             raise ValueError("it would scale every gradient to 0; to clip none, set 1e9")
         return value
@@ -173,6 +176,8 @@ class EmaProfile(Section):
     """Name of the profile for `--profile`, and of its folder in checkpoints."""
     decay: float | None = Field(None, ge=0, lt=1)
     """Decay of an exponential average; its half-life is ln 0.5 / ln decay updates."""
+    # Equal weights over the whole training, the widest average of this kind, have a width of 1 /
+    # sqrt(12) = 0.289.
     sigma_rel: float | None = Field(None, gt=0, lt=0.28)
     """Width of a power-function average (EDM2): the standard deviation of its weights over time as
     a fraction of the training so far, such as 0.05."""

@@ -20,6 +20,7 @@ from longtake.formatting import shorten
 
 def _at_home(path: Path) -> Path:
     """Replace a leading ~ by the home folder."""
+    # Every use of such a path raises a ValueError, where callers expect an OSError.
     if "\0" in str(path):
         raise ValueError("a path cannot contain a NUL character")
     try:
@@ -31,6 +32,8 @@ def _at_home(path: Path) -> Path:
 # TOML knows neither paths nor tuples: these two are made from strings and lists.
 FilePath = Annotated[Path, Strict(False), AfterValidator(_at_home), PlainSerializer(str)]
 FromList = Strict(False)
+# Far above any use: a slip of the keyboard is then refused in a sentence, and does not use up
+# memory or run for ever.
 MAX_SIDE, MAX_BATCH, MAX_STEPS = 2**16, 2**16, 10**9
 MAX_SECONDS, MAX_GUIDANCE = 1e7, 1000.0
 
@@ -78,6 +81,7 @@ def memory_bytes(text: str) -> int:
 
 def check_memory(text: object, info: ValidationInfo) -> object:
     key = f"recompute.{info.field_name}"
+    # A boolean is an int for Python; pydantic refuses it with a better sentence.
     if isinstance(text, int | float) and not isinstance(text, bool):
         raise ValueError(f'{key} is {text}; write it with its unit, such as "{text}GiB"')
     if isinstance(text, str):

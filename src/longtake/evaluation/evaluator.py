@@ -35,6 +35,7 @@ class SampleEvaluator:
         recipe_of: Callable[[RunDirectory], Recipe] = RunDirectory.recipe,
     ) -> None:
         self._server, self._report, self._recipe_of = server, report, recipe_of
+        # None before the catalog is looked for; (None,) if the recipe names none.
         self._held_out: tuple[HeldOut | None] | None = None
         self._extras: dict[tuple[str, ...], list[Measure]] = {}
 
@@ -53,6 +54,7 @@ class SampleEvaluator:
         videos = self._sample(task, sampler, folder, progress, watch)
         with watch.of("measure"):
             of_set = self._measure_extra(task, extras, videos, folder)
+            # Read for each task: [evaluation] may be edited while a server runs.
             recipe = self._recipe_of(task.run)
             held_out = None
             if not sampler.is_shared:  # else other ranks would have to run the model too
@@ -60,6 +62,7 @@ class SampleEvaluator:
                     # Once for a run, whether there is a catalog of such clips or not.
                     self._held_out = self._held_out or (HeldOut.open(recipe, task.run),)
                     if (clips := self._held_out[0]) is not None:
+                        # Called between batches: a request to stop is raised from there.
                         show = partial(progress, "held out", 0, 1)
                         held_out = clips.loss(sampler, task.preset.batch_size, show)
             values = measures.mean_of([each["measures"] for each in videos]) | of_set
@@ -87,6 +90,7 @@ class SampleEvaluator:
     def extras_of(self, task: EvaluationTask) -> list[Measure]:
         """Return the preset's own measures, which are loaded before any video is sampled."""
         names = task.preset.measures
+        # A measure may hold a network, which is loaded once and not for each checkpoint.
         if names not in self._extras:
             try:
                 self._extras[names] = load_extras(names)
@@ -146,6 +150,7 @@ class SampleEvaluator:
         name, reference, remark = task.preset.name, None, ""
         with self._without(task, "comparison with training clips"):
             bucket, fps = task.preset.bucket, task.preset.settings.fps
+            # Called before each clip: a request to stop is raised from there.
             show = partial(progress, "training clips", 0, 1)
             reference, remark = measures.reference_of(task.run, recipe, name, bucket, fps, show)
         if remark:
@@ -223,6 +228,7 @@ class CheckpointEvaluator:
             self._loader = SamplerLoader(run, self._device, trust=self._trust)
             if self._loader.why_device:
                 self._report.say(self._loader.why_device)
+            # Once only: every further call would lower the priority of the process again.
             if self._on_device is not None:
                 self._on_device(self._loader.device.type)
                 self._on_device = None

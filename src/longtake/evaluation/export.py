@@ -146,6 +146,7 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
             remarks = write(sampler, aside)
             # With the modules' own parameter names: other tools have no place for them.
             for name, module in added_modules(sampler.components.model).items():
+                # Cloned, since safetensors refuses tensors that share memory.
                 weights = {each: value.clone() for each, value in module.state_dict().items()}
                 (aside / "added_modules").mkdir(exist_ok=True)
                 _save_weights(weights, aside / "added_modules" / f"{name}.safetensors")

@@ -144,6 +144,7 @@ class ClipScore:
 
     def __init__(self) -> None:
         place = _setting(self.name, VARIABLE, "a CLIP model (a folder, or an id on the hub)")
+        # Imported here, as no other measure needs transformers.
         from transformers import CLIPModel, CLIPProcessor
 
         try:
@@ -194,10 +195,13 @@ def frechet_distance(one: Features, other: Features) -> float:
     """
     assert min(len(one), len(other)) > 1
     shift = one.mean(axis=0) - other.mean(axis=0)
+    # For a single feature np.cov returns a scalar, which is made a matrix.
     first, second = (np.cov(each, rowvar=False).reshape(each.shape[1], -1) for each in (one, other))
     # The trace of (C1 C2)^(1/2) is that of (C1^(1/2) C2 C1^(1/2))^(1/2), which is symmetric, so
     # that its eigenvalues are real.
     values, vectors = np.linalg.eigh(first)
+    # With fewer videos than features a covariance is singular, and rounding makes some of its
+    # eigenvalues slightly negative.
     root = (vectors * np.sqrt(values.clip(min=0))) @ vectors.T
     cross = np.sqrt(np.linalg.eigvalsh(root @ second @ root).clip(min=0)).sum()
     return float(max(0.0, shift @ shift + np.trace(first) + np.trace(second) - 2 * cross))

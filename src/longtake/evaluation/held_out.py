@@ -30,6 +30,7 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import Sampler, try_within_memory
 
 NUM_CLIPS = 32
+# The middles of five equal parts of [0, 1].
 SIGMAS = (0.1, 0.3, 0.5, 0.7, 0.9)
 _STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}  # the same window each time
 
@@ -117,6 +118,7 @@ class HeldOut:
 
 def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None:
     """Refuse clips that are trained on: their loss says nothing about other clips."""
+    # The run's copies: they include catalogs that the recipe no longer names.
     for path in sorted(run.catalogs_path.glob("*.parquet")):
         is_trained = pc.is_in(catalog.identities, value_set=Catalog.load(path).identities)
         rows = [row for row, known in enumerate(is_trained.to_pylist()) if known]

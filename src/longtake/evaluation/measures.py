@@ -319,13 +319,16 @@ def reference_of(
     catalogs = sorted(run.catalogs_path.glob("*.parquet"))
     # If any of this changes, the reference is made again.
     asked = {
+        # Without the batch size, which changes no clip.
         "bucket": bucket.model_dump(exclude={"batch_size"}),
         "fps": fps,
         "clips": recipe.evaluation.reference_clips,
         "frame_stride": recipe.data.frame_stride,
+        # Only if it is set, so that references from before this key existed stay valid.
         **({} if recipe.data.fps is None else {"data_fps": recipe.data.fps}),
         "catalogs": [each.stem for each in catalogs],
     }
+    # A damaged reference is made again.
     with suppress(errors.RecordError):
         kept = fsio.read_record(path, Reference)
         if kept is not None and kept.of == asked:

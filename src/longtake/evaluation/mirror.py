@@ -328,6 +328,7 @@ def needed_at_source(
         with suppress(RunError, OSError):  # the pull reports what is wrong
             send_heartbeat(transport, run, server, steps)
 
+    # Before the pull: retention at the source may delete a checkpoint at any moment.
     send_heartbeat(transport, run, server, steps)
     try:
         # A heartbeat becomes stale, and a pull may take hours.
@@ -375,6 +376,7 @@ def _is_incomplete(folder: Path) -> bool:
         names = read_committed(folder)
     except (OSError, RecordError):
         return True
+    # Part by part: COMMITTED also lists the optimizer's files, which are not pulled.
     parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names} - {"optimizer/"}
     return any(find_damage(folder, checksums=False, within=part) for part in sorted(parts))
 

@@ -162,6 +162,7 @@ def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
         inside = sorted(place.iterdir()) if place.is_dir() else []
         for folder in [place] if RunDirectory(place).exists() else inside:
             run = RunDirectory(folder)
+            # A hidden folder may be the index of a mirror, which has a recipe.toml too.
             if run.exists() and not folder.name.startswith("."):
                 # By its real path: a run may be named twice, or reached by a link.
                 found.setdefault(folder.resolve(), run)
@@ -219,6 +220,8 @@ class ServerReport:
             yield
         except Exception as error:
             known = isinstance(error, LongtakeError)
+            # An unexpected error is known by its place: its message may name another file each
+            # time, and would then be printed at each look.
             kind = str(error) if known else raised_at(error)
             if (f"{scope}", kind) not in self._errors:
                 self._errors.add((f"{scope}", kind))

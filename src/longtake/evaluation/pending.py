@@ -50,6 +50,8 @@ class StatCache:
 
     def get(self, path: Path, read: Callable[[Path], _T]) -> _T:
         """Return `read(path)`, cached until the file changes; `read` must handle a missing file."""
+        # The version is taken before the content is read: a file that changes in between is then
+        # read again at the next look, and not missed.
         now, known = target_version(path), self._known.get(path)
         if known is None or known[0] != now:
             known = self._known[path] = now, read(path)
@@ -295,6 +297,7 @@ class PendingTasks:
 
         if (damage := self._cache.get(folder, find)) is None:
             return True
+        # A file that is still being copied grows without a change of the folder's own version.
         self._cache.forget(folder)
         if self._lasts(task.step, weights, damage):
             self._report.wrong(
@@ -323,6 +326,8 @@ class PendingTasks:
             del self._awaited[name]
             return False
         how, server = self.claims.ending(task)
+        # `missed`: another server has reported it. `gone`: a server came too late, and that one
+        # reports it.
         if how in ("gone", "missed"):
             del self._awaited[name]
             return (how, server, self._at_source) == ("gone", self.directory.name, None)

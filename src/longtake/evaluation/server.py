@@ -52,6 +52,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
     with phase_lines(console, "importing PyTorch"):
         from longtake.evaluation.evaluator import CheckpointEvaluator
         from longtake.parallel.mesh import pick_device
+    # Before any task is claimed: a device that does not exist must not count as failed attempts.
     if device != "auto":
         pick_device(device)
     report = ServerReport(console)
@@ -178,6 +179,7 @@ class EvaluationServer:
         attempts = pending.claims.attempts(task)
         if attempts.is_final:  # enough servers have died over it
             reason = f"the server {claim.lost_by} died over it, after {attempts.number} attempts"
+            # Nobody takes this task over, so nobody else would remove the needs of the dead server.
             claims.forget_server(task.run, claim.lost_by, self.name)
             self._end(pending, claim, claims.AttemptOutcome("failed", reason=reason, is_final=True))
             return None
@@ -301,6 +303,8 @@ class Keeper:
 
     def publish(self, **changes: Any) -> None:
         """Replace fields of the published snapshot."""
+        # Only the loop publishes, and by one assignment: the thread sees the old snapshot or the
+        # new one, and needs no lock.
         self._published = replace(self._published, **changes)
 
     @contextmanager
@@ -373,6 +377,7 @@ class Keeper:
                 "needs": self._needs(directory.run),
                 "ended": self._published.ended,
             }
+            # A run that was deleted must not come back as a folder with a heartbeat.
             if directory.run.exists():
                 directory.write_heartbeat(record)
 
