@@ -37,6 +37,7 @@ _MOST_FONTS = 400
 """Limit of the font files that are tried if fontconfig is missing."""
 _SHOWN = 8
 _PROBE_SIZE = 12
+# A noncharacter, which Unicode assigns to nothing.
 _IN_NO_FONT = "\U0010ffff"
 
 _missing_said = False
@@ -176,6 +177,7 @@ def draw_text(
     left, baseline = place[0], place[1] + _font("", size).getmetrics()[0]
     for path, part in _parts(text):
         font = _font(path, size)
+        # Anchored at the baseline: fonts have different ascents, and one line may mix several.
         pen.text((left, baseline), part, fill=ink, font=font, anchor="ls")
         left += font.getlength(part)
 
@@ -219,6 +221,7 @@ def _parts(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_invisible(character: str) -> bool:
+    # Format characters, such as joiners, and variation selectors have no glyph of their own.
     return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"
 
 
@@ -283,6 +286,7 @@ def _by_fontconfig(character: str) -> str | None:
         done = subprocess.run(  # noqa: S603 - fontconfig's own program
             command, capture_output=True, text=True, check=True, timeout=_FC_MATCH_SECONDS
         )
+        # fc-match always names a font, even if none has the character; the caller checks.
         return done.stdout if Path(done.stdout).is_file() else None
     return None
 

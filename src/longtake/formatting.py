@@ -14,6 +14,7 @@ _PART_LETTERS = 3  # shortest misspelt name that is looked for as a part of othe
 
 # C0, DEL, C1; marks and overrides of the writing direction; separators of lines and paragraphs.
 _SPECIAL: Final = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+# Lone surrogates stand for bytes of a file name that are not UTF-8; printing one raises an error.
 _UNSAFE: Final = re.compile(f"[{_SPECIAL}\ud800-\udfff]")
 _UNSAFE_IN_A_LINE: Final = re.compile(f"[{_SPECIAL}\ud800-\udfff\t\n]")
 
@@ -44,6 +45,7 @@ def format_duration(seconds: float) -> str:
 
 def format_short_duration(seconds: float) -> str:
     """Format a duration with up to three digits below a minute: 3.2 ms, 1.25 s, 42.1 s, 3:05."""
+    # 59.96 would otherwise be formatted as 60.0 s.
     if round(seconds, 1) >= 60:
         return format_duration(seconds)
     if seconds < 1:
@@ -68,6 +70,7 @@ def format_time(text: str, *, with_date: bool = False) -> str:
 def natural_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key that compares numbers within names by value: node2 before node10."""
     parts = re.split(r"(\d+)", name)
+    # Pairs, because a number cannot be compared with a text.
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
@@ -83,6 +86,7 @@ def number_ranges(numbers: Sequence[int], most: int | None = None, width: int = 
     """
     cuts = [0, *(at for at, (a, b) in enumerate(pairwise(numbers), 1) if b != a + 1), len(numbers)]
     runs = [(numbers[first], numbers[end - 1]) for first, end in pairwise(cuts) if end > first]
+    # A run of a single number holds it twice.
     texts = ["-".join(f"{each:0{width}}" for each in dict.fromkeys(run)) for run in runs]
     if most is not None and len(texts) > most:
         texts = [*texts[: most - 1], f"… ({len(numbers)} in all)"]

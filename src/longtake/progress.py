@@ -56,6 +56,7 @@ class StepProgress:
         """Add the metrics of one step, and redraw the bar or print a line if it is time."""
         if metrics["loss"] is not None:
             before = metrics["loss"] if self._loss is None else self._loss
+            # Over about 20 steps, as single losses vary with the sigmas that were drawn.
             self._loss = 0.95 * before + 0.05 * metrics["loss"]
         self._num_steps += 1
         # The first step also compiled kernels; its time would distort the mean for long.
@@ -136,6 +137,7 @@ def phase_lines(
         yield entered.append
     finally:
         ended.set()
+        # Joined, so that no line is printed after the block.
         if thread.is_alive():
             thread.join()
 
@@ -143,6 +145,7 @@ def phase_lines(
 def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) -> str:
     """Return the immediate answer to a stop signal: its effect, and the ranks it waits for."""
     groups: dict[str, list[heartbeat.Heartbeat]] = defaultdict(list)
+    # Longest in its phase first: it is the likely reason for which the others wait.
     for each in sorted(ranks, key=lambda each: -each.seconds):
         where = heartbeat.PHASE_WORDS.get(each.phase, f"in {each.phase}")
         groups[where.format(step=each.step)].append(each)
@@ -169,6 +172,7 @@ def counted(console: Console, label: str) -> Iterator[Callable[[int, int], None]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, disable=_is_hidden(console)) as bar:
         task = bar.add_task(label, total=None)
+        # The first line comes after a second: shorter work prints none.
         printed_at = time.monotonic() - _SECONDS_BETWEEN_LINES + _SECONDS_OF_A_LONG_PHASE
 
         def advance(done: int, total: int) -> None:

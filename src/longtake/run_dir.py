@@ -329,6 +329,7 @@ def last_ending(kinds: Iterable[str]) -> RunEnding | None:
     found: RunEnding | None = None
     for kind in kinds:
         if kind in BEGINNINGS:
+            # An earlier ending no longer holds: the run goes on.
             found = None
         elif kind in ENDINGS:
             found = kind
@@ -422,11 +423,14 @@ class RunDirectory:
         with self._writing():
             if self.exists():
                 self._refuse_another(recipe)
+            # Somebody has deleted recipe.toml: a new run would append to the metrics of the old
+            # one.
             elif self.metrics_path.exists():
                 raise errors.RunError(
                     f"{self.path} has metrics but no recipe.toml: it is a damaged run directory. "
                     "Choose another folder with --set out=FOLDER."
                 )
+            # Tried now, as the first record is written only after the model is built.
             fsio.make_writable(self.path)
 
     def create(self, recipe: config.Recipe, parent: Parent | None = None) -> None:
@@ -579,6 +583,8 @@ class RunDirectory:
             RunError: the run directory cannot be written.
         """
         with self._writing():
+            # On disk before anything else changes: a run that is killed during the rollback must
+            # skip the same batches when it is resumed.
             fsio.append_json(self.rollbacks_path, rolled_back, durably=True)
 
     def rollbacks(self) -> list[RolledBack]:

@@ -63,6 +63,7 @@ def training_classes(recipe: config.Recipe) -> dict[str, str]:
     found = {f"trainable.modules.{name}.module": section.module for name, section in sections}
     found |= {"model.family": recipe.model.family, "optimizer.kind": recipe.optimizer.kind}
     found |= {"model.transformer_class": recipe.model.transformer_class or ""}
+    # Names of longtake's own families and optimizers have no colon.
     return {key: path for key, path in found.items() if ":" in path}
 
 
@@ -166,6 +167,7 @@ def _refuse_file_of_a_run(path: str, setting: str) -> None:
         spec = None if name in sys.builtin_module_names else PathFinder.find_spec(name, places)
         if spec is None:
             return
+        # A namespace package has no file, only folders.
         files = [spec.origin] if spec.has_location else list(spec.submodule_search_locations or ())
         for file in filter(None, files):
             if (run := run_around(Path(file) / part)) is not None:
@@ -180,6 +182,7 @@ def _refuse_file_of_a_run(path: str, setting: str) -> None:
 def _current_directory_first() -> Iterator[None]:
     """Put the current directory first in sys.path, as `python -m` does, unless it is in a run."""
     here = str(Path.cwd())
+    # `run_around` looks at the parents of a path, and this folder is to be one of them.
     if run_around(Path(here) / "recipe.toml") is not None:
         yield  # any package could be there under the name of an installed one
         return
@@ -193,6 +196,7 @@ def _current_directory_first() -> Iterator[None]:
 
 def _why_not(name: str, error: Exception) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    # Not the named module, but one that it imports, may be missing.
     if missing is None or not f"{name}.".startswith(f"{missing}."):
         return f"importing it failed with {type(error).__name__}: {error}"
     package, _, last = missing.rpartition(".")

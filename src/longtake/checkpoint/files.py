@@ -271,7 +271,7 @@ def find_damage(
     """Find damage of a checkpoint's files; returns a sentence that names a file, or None.
 
     Args:
-        folder: of the checkpoint.
+        folder: the checkpoint's folder.
         checksums: read all bytes, in a few threads; else compare sizes only.
         within: prefix of the files to check, such as `model/`.
         share: (i, n) reads one n-th of the files, so that n processes verify them together.
@@ -362,7 +362,7 @@ def find_parent(
     """Return the checkpoint that `--from RUN` or `RUN@STEP` names; for a run, its newest whole one.
 
     Args:
-        text: of the option.
+        text: the option's value.
         weights_only: leave optimizer states behind.
         trust: the user passed `--trust`.
         begun: checkpoint that the run to resume began with. If `text` names it, it is returned,
@@ -373,6 +373,7 @@ def find_parent(
         errors.CheckpointError: there is no such checkpoint, or it is damaged.
     """
     name, _, number = text.rpartition("@")
+    # The name of a run directory may itself end in @ and digits.
     has_step = bool(name) and number.isdecimal() and not RunDirectory(Path(text)).exists()
     run = RunDirectory(Path(name if has_step else text))
     if begun is not None:
@@ -474,6 +475,7 @@ def needed_steps(run: RunDirectory) -> set[int]:
     for path in run.checkpoints_path.glob(f"step_*/{_COMMITTED}"):
         with suppress(OSError):
             commits.append(path.stat().st_mtime)
+    # The clock of this machine is not asked: that of the file server may differ.
     oldest = max(commits, default=0.0) - STALE_SECONDS
     needed: set[int] = set()
     with suppress(OSError):
@@ -491,7 +493,7 @@ def unneeded_steps(
     """Return the steps whose checkpoints may be deleted, ascending.
 
     Args:
-        steps: of all whole checkpoints.
+        steps: steps of all whole checkpoints.
         keep: number of newest checkpoints that stay.
         keep_every: multiples of this step stay for good.
         needed: steps that evaluation servers need.
@@ -527,6 +529,7 @@ def prune(
     Call it on rank 0 only, and never during a save.
     """
     folders = _folders(run)
+    # After a rollback `saved` is below `since`, and the steps in between are abandoned.
     gone = {
         step
         for step, path in folders.items()

@@ -123,7 +123,7 @@ def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None 
             state_dict_loader.load(
                 state, storage_reader=reader, planner=SafeLoadPlanner(), no_dist=alone
             )
-        except (Exception, CheckpointException) as error:  # of any kind
+        except (Exception, CheckpointException) as error:  # torch raises many types
             # Damage is found while torch reads, and comes wrapped in torch's error.
             if damage := _damaged_file(error):
                 raise files.DamagedCheckpointError(path, str(damage)) from error
@@ -269,7 +269,7 @@ class Saver:
     Every rank has a saver, and makes the same calls in the same order.
 
     Args:
-        run: of the checkpoints.
+        run: run whose checkpoints are written.
         world: the ranks.
         section: the recipe's `checkpoint`.
         start: step that training resumes from. Later checkpoints are damaged, and are deleted
@@ -471,12 +471,12 @@ def write(
     All ranks must call it.
 
     Args:
-        run: of the checkpoint.
-        step: of the checkpoint.
+        run: run to which the checkpoint belongs.
+        step: number of steps done in the saved state.
         parts: states by folder of the checkpoint.
         trainer: everything else that is needed to resume, as JSON.
         world: the ranks.
-        group: of all ranks, used by nothing else; None for a single process.
+        group: process group of all ranks, used by nothing else; None for a single process.
 
     Raises:
         CheckpointError: on every rank; it cannot be written. Nothing of it remains, and older
@@ -519,7 +519,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
     mistake: str | None = None
     try:
         result = work()
-    except Exception as error:  # of any kind, else other ranks would wait for this one forever
+    except Exception as error:  # any other ending leaves the other ranks waiting forever
         mistake = str(error) if isinstance(error, OSError) else repr(error)
     everyone: list[Any] = [(result, mistake)]
     if group is not None:

@@ -61,7 +61,7 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
     Args:
         history: steps before `now`.
         now: the step, before its update.
-        settings: of the guard.
+        settings: the guard's settings.
     """
     window = StepWindow(history, now, settings)
     with np.errstate(all="ignore"):  # float range is exceeded when statistics explode
@@ -373,6 +373,7 @@ def _update_growth(
     group = int(factors.argmax())
     if factors[group] <= least_factor:
         return None
+    # The geometric mean, as sizes are compared by factors; the product itself could overflow.
     halfway = math.sqrt(recent[group]) * math.sqrt(usual[group])
     normal = np.flatnonzero(updates[:, group] <= halfway)
     began = int(rows.column("step")[normal[-1]])
@@ -564,7 +565,8 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     if len(alike) >= _MIN_SAME_SHAPE:
         newest = alike
     noise_factor = _noise_factor(newest, "num", now.num_samples)
-    # A higher loss raises the gradient norm by the same factor, which is no spike of the gradient.
+    # A higher loss raises the gradient norm by the same factor: that part is not counted as a
+    # spike of the gradient.
     loss = _excess(newest.column("loss"), now.loss, noise_factor)
     explained = max(0.0, loss.distance) if loss is not None else 0.0
     grad_norm = _excess(newest.column("grad_norm"), now.grad_norm, noise_factor, explained)
@@ -631,7 +633,7 @@ _STEPS_BETWEEN_SKIPS = 16
 """Largest distance between related skips: a single bad clip does not spoil the state, and skipping
 its batch is enough."""
 _MIN_ORDINARY_LOSSES = 16
-"""Least number of losses by which an ordinary loss is told from an outlier."""
+"""Least number of losses that distinguish an ordinary loss from an outlier."""
 _ORDINARY_SIGMAS = 3.0
 
 

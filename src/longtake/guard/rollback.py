@@ -34,9 +34,9 @@ def plan_rollback(
         verdict: `roll_back`.
         history: steps before `now`, which it may include.
         now: the judged step.
-        checkpoint_steps: of all whole checkpoints; that of step s is the state before step s.
+        checkpoint_steps: steps of all whole checkpoints; step s is the state before step s.
         previous: earlier rollbacks of the run, oldest first.
-        settings: of the guard.
+        settings: the guard's settings.
 
     Returns:
         A rollback, or a message for the user.
@@ -64,6 +64,8 @@ def plan_rollback(
 
 def _batch_of(step: int, history: History, now: StepStatistics) -> int:
     known = history.batch_of(step)
+    # The history may not reach back so far. Steps and batch numbers then count in parallel, which
+    # is off only by batches that were skipped in between.
     return now.batch - (now.step - step) if known is None else known
 
 

@@ -178,7 +178,7 @@ def build_state(
         session: recipe and ranks.
         parts: with the model on the CPU, which is sharded or replicated in place.
         options: memory options by name of a block; those with `stream` keep weights in host memory.
-        encodes_ahead: of the memory plan.
+        encodes_ahead: encode one micro-batch ahead, as the memory plan decided.
     """
     recipe, world = session.recipe, session.world
     family, model = parts.family, parts.model
@@ -199,6 +199,7 @@ def build_state(
         parts.unfilled.fill()
     # Random weights may differ between ranks; equal gradients keep them equal from here on.
     fsdp.send_weights(model, world)
+    # Muon divides its matrices among ranks that hold the same whole parameters.
     replicas = None if world.mesh is None or world.is_sharded else world.mesh.get_group()
     # Only now: sharding has replaced the parameters that optimizers must hold.
     optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision, replicas)

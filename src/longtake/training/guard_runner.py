@@ -58,7 +58,7 @@ class GuardRunner:
     """The guard of one run; each rank has one, and all of them decide the same.
 
     Args:
-        session: of the run.
+        session: the run's session.
         constants: values of `GuardSettings` in place of the recipe's, such as in fault drills.
     """
 
@@ -82,10 +82,10 @@ class GuardRunner:
         """Judge a step before its update, and append it to the history.
 
         Args:
-            statistics: of the step, reduced over all ranks.
-            losses: of this rank's samples.
-            batch: of this rank.
-            unlike: how replicas of the weights differ, as a sentence; empty if they are equal.
+            statistics: the step's statistics, reduced over all ranks.
+            losses: losses of this rank's samples.
+            batch: this rank's share of the batch.
+            unlike: sentence on differences between replicas of the weights; empty if equal.
         """
         self._samples.append(_trained_samples(statistics, losses, batch, self._world))
         if unlike:  # weights are compared before each save, so checkpoints are good
@@ -141,7 +141,7 @@ class GuardRunner:
         self.history = History.from_json(data, self.settings.window)
         # Steps after the checkpoint are trained again, and recorded then.
         self._samples.clear()
-        # A run that was judged for so many steps has passed the check of its gradients.
+        # A run with this many judged steps has passed the check of its gradients.
         if len(self.history) >= _GRADIENT_STEPS:
             self._gradient_steps = 0
 
@@ -204,6 +204,8 @@ def _trained_samples(
     rows = zip(samples, losses.losses, batch.weights.tolist(), strict=True)
     keys = ("identity", "caption", "epoch", "sigma", "loss")
     return [
+        # JSON has neither NaN nor inf. Stand-ins have weight 0, and of the ranks that share clips
+        # only one may list them.
         where | dict(zip(keys, (*row, loss if math.isfinite(loss) else str(loss)), strict=True))
         for row, loss, weight in rows
         if weight and world.speaks_for_data
@@ -214,7 +216,7 @@ def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
     """Describe clips whose loss was never finite while others' was; empty if there are none.
 
     Args:
-        samples: as a report lists them; a loss that is not finite is a string.
+        samples: samples in the form of a report, where a loss that is not finite is a string.
     """
     steps = dict[str, list[int]]()
     for each in samples:

@@ -103,7 +103,7 @@ class SideStream:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._stream.wait_stream(torch.cuda.current_stream(device))  # that brings the weights
+        self._stream.wait_stream(torch.cuda.current_stream(device))  # weights arrive on it
 
     def running(self) -> AbstractContextManager[Any]:
         """Return a context in which operations are queued on this stream."""
@@ -135,8 +135,8 @@ class InputQueue:
 
     Args:
         parts: codec and text encoder, on the device.
-        recipe: of the run.
-        device: of the micro-batches' tensors.
+        recipe: the run's recipe.
+        device: device of the micro-batches' tensors.
         group: ranks that have the same clips; each clip is then encoded by one of them.
         encodes_ahead: on a GPU, encode on a separate stream, one micro-batch ahead.
     """
@@ -157,7 +157,7 @@ class InputQueue:
         self._side = SideStream(device) if device.type == "cuda" else None
         self.encodes_ahead = encodes_ahead and self._side is not None
         self._draws: dict[int, Future[Draw]] = {}  # drawn by `draw_ahead`, by sample seed
-        self._next: tuple[Batch, EncodedInputs] | None = None  # of `encode_ahead`
+        self._next: tuple[Batch, EncodedInputs] | None = None  # set by `encode_ahead`
 
     def micro_batches(self, batch: Batch, size: int | None = None) -> Iterator[MicroBatch]:
         """Yield the batch in micro-batches of `size`; each is copied while the last computes.
@@ -199,7 +199,7 @@ class InputQueue:
         batch.
 
         Args:
-            batch: from `Loader.decoded_next`; None if it is not decoded yet.
+            batch: result of `Loader.decoded_next`; None if it is not decoded yet.
             size: samples of a micro-batch.
         """
         self._next = None
@@ -267,6 +267,7 @@ class InputQueue:
         ahead = self._draws.pop(seed, None)
         if ahead is not None and ahead.done():  # else queued behind this task
             drawn = ahead.result()
+            # Drawn for the shape that the codec states; the entries of a cache decide.
             if drawn.noise.shape == torch.Size(shape):
                 return drawn
         return draw_sample(seed, shape)

@@ -64,10 +64,10 @@ def cache_ahead(
     equal byte by byte on equal devices.
 
     Args:
-        recipe: to fill the cache of.
+        recipe: recipe whose cache is filled.
         console: shows progress.
         on: address of a Ray cluster whose workers encode (see `run_tasks`); None: this process.
-        workers: of the cluster; None: as many as it has room for.
+        workers: number of the cluster's workers; None: as many as it has room for.
         part: (i, n) fills one of n parts, and leaves the others to other commands.
 
     Raises:
@@ -137,9 +137,9 @@ def make_parts(
     """Save a codec and text encoders that are not pretrained to a folder.
 
     Args:
-        recipe: that describes them.
-        captions: from which a vocabulary is made.
-        folder: to create; left alone if all parts are pretrained.
+        recipe: recipe that describes the parts.
+        captions: texts from which a vocabulary is made.
+        folder: folder to create; left alone if all parts are pretrained.
         made: folder of another run whose parts are taken instead of new ones.
     """
     codec, text, pooled = recipe.codec, recipe.text, recipe.text.pooled
@@ -265,6 +265,7 @@ def _encode_missing(
             if on is None:
                 fill(cache, items, load(recipe, made, device), report, advance)
             else:
+                # Resolved, since a worker may have another current directory.
                 load_there = partial(_load_on_worker, load, recipe, made.resolve(), threads)
                 task = cache_fill.EncodeTask(cache, load_there, threads, uses_gpu)
                 cache_fill.run_encode_task(
@@ -421,6 +422,7 @@ def _fingerprint(recipe: Recipe, facts: list[object], folders: list[Path]) -> st
     cache = recipe.data.cache
     of_large = _sha256 if cache is None else ContentHashes(cache / "encoders", _sha256).of
     for folder in folders:
+        # Marks where a folder begins: else a file that moves to the next one would change nothing.
         digest.update(b"folder")
         # Sorted, as file systems list folders in different orders.
         for path in sorted(folder.rglob("*")):

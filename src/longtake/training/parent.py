@@ -152,6 +152,7 @@ def begin_from(
         Warnings about what was not taken over.
     """
     path, model = _checkpoint(parent), state.components.model
+    # Before the averages: one that the parent lacks begins as a copy of these weights.
     weights = trained_state(model)
     store.load_parts(path, {"model": weights}, session.world)
     load_trained(model, weights)
@@ -194,6 +195,7 @@ def _take_optimizer(
         with gradients_of_any_dtype(model):
             set_optimizer_state_dict(model, state.optimizers, wanted | states, options=FLAT)
     else:
+        # `state_parts` has filled in states: torch makes them when it is asked for them.
         for optimizer in state.optimizers:
             optimizer.state.clear()
     return [] if found is None else [f"optimizer states begin anew: {found}"]

@@ -43,8 +43,8 @@ class Recorder:
     `record_failures` is a collective that changes the quarantine of each.
 
     Args:
-        session: of the run.
-        lease: on the run, checked before each step; None on ranks other than 0.
+        session: the run's session.
+        lease: lease on the run, checked before each step; None on ranks other than 0.
         start: number of steps done, from which the terminal shows progress within the context.
         sample_flops: operations of a step on one clip of each shape.
         peak_flops: operations per second of the device; None if unknown.
@@ -115,6 +115,7 @@ class Recorder:
         if not decision.has_samples:
             return
         statistics = decision.statistics
+        # Before the metrics: the newest line there tells how long the run has been down.
         if not self._has_started:
             report_start(statistics.step, self._run, self._world)
             self._has_started = True
@@ -139,6 +140,7 @@ class Recorder:
             group_grad_norms=_all_finite(statistics.group_grad_norms),
             group_weight_norms=_all_finite(statistics.group_weight_norms),
             group_update_ratios=_all_finite(statistics.group_update_ratios),
+            # An audit finds by this whether two launches have written alternately.
             launch="" if self._lease is None else str(self._lease.record["token"]),
         )
         if statistics.step % _MEMORY_EVERY == 0 and (peak_bytes := take_peak(self._world.device)):
@@ -277,8 +279,8 @@ class Recorder:
 
         Args:
             count: clips and decoders over all ranks, equal on each; 0 returns at once.
-            batch: of the step.
-            loader: of this rank.
+            batch: the step's batch.
+            loader: this rank's loader.
         """
         if not count:
             return
@@ -354,4 +356,5 @@ def _all_finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def _finite(number: float) -> float | None:
+    # fp32, in which losses and norms are computed, has about seven digits.
     return float(f"{number:.7g}") if math.isfinite(number) else None

@@ -61,9 +61,9 @@ def find_resume_point(
     it.
 
     Args:
-        run: to resume; it need not exist.
-        recipe: of the run.
-        loader: at the first step; it is set to the checkpoint's.
+        run: the run to resume; it need not exist.
+        recipe: the run's recipe.
+        loader: a loader at the first step; it is set to the checkpoint's step.
         world: the ranks.
         known: damage that `restore` found, by checkpoint.
 
@@ -169,6 +169,7 @@ def _restore_data(
     loader: Loader, trainer: SavedTrainer | None, run: RunDirectory, world: mesh.World
 ) -> None:
     """Set a loader to a checkpoint's step, without the batches that rollbacks exclude."""
+    # From the run and not from the checkpoint, which may be older than a rollback.
     for rolled_back in from_first(run.rollbacks(), world):
         loader.skip(*rolled_back["skipped"])
     if trainer is not None:

@@ -187,6 +187,7 @@ def refuse_out_of_memory(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        # torch begins a sentence with it for a GPU, and not for a CPU.
         asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(error))
         where = f"step {state.global_step + 1} on rank {world.rank} ({world.device})"
         where += f", which asked for {asked[1]} more" if asked else ""
@@ -209,6 +210,7 @@ def refuse_out_of_memory(
 
 def _measured(device: torch.device) -> str:
     if device.type != "cuda":
+        # Linux counts in KiB.
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return f"The process took at most {format_size(most)}."
     peak, held = torch.cuda.max_memory_allocated(device), torch.cuda.memory_reserved(device)

@@ -340,6 +340,7 @@ def open_sampler(
             )
             parts.family.block.share_tokens(there.other.model, sharing)
     sampler = TrainingSampler(session, there, presets, evaluate)
+    # A single process also computes the held-out loss, which encodes captions.
     is_read_again = recipe.evaluation.held_out is not None and world.mesh is None
     sampler.encode_prompts(there.text if is_read_again or reads_pictures else parts.text)
     return sampler

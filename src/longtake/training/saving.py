@@ -117,6 +117,7 @@ def sample_presets(training: Training) -> None:
     """Sample presets from this step's checkpoint, once it is complete; all ranks must call it."""
     if training.sampler is not None:
         with training.recorder.between_steps():
+            # The key of a result is made from COMMITTED, which is written last.
             training.saver.wait()
             heartbeat.set_phase("sampling")
             training.sampler.sample(training.state, training.recorder, training.stop)

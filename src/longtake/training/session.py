@@ -52,7 +52,7 @@ class SampleLosses:
     on_device: Tensor  # [B] fp32; stand-ins have one too
     sigmas: tuple[float, ...]  # [B] noise levels
     captioned: tuple[bool, ...]  # [B] true where the sample was trained with its caption
-    _seconds: Callable[[], float]  # of `compute_seconds`
+    _seconds: Callable[[], float]  # returns `compute_seconds`
     of_zero: Tensor | None = None
     """[B] fp32 losses of predicting velocity 0; only at step 0 of pretrained weights."""
 

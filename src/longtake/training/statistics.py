@@ -119,6 +119,8 @@ class NormStats:
         weights = range(len(self._parameters))
         found |= self._by_group("weight", weights, numbers[end : end + len(weights)])
         found |= self._named("update", numbers[end + len(weights) :])
+        # All ranks have the same rate, and replicas the same squares: each adds its part to the
+        # sums.
         rate, self._rate = self._rate / self._num_ranks, 0.0
         return {name: value / self._copies for name, value in found.items()} | {"rate": rate}
 
@@ -282,6 +284,7 @@ def reduce_statistics(
     heartbeat.set_phase("collective")
     world, step, slots = session.world, state.global_step, dict[str, float]()
     if replicas is not None and replicas.is_due(step):
+        # Each rank has a place of its own in the sum, so that every rank sees all checksums.
         slots = replicas.slots(checksum(replicated_tensors(state).values()))
     measured = norms.sums(losses)
     # Ranks that share a batch's tokens have the same losses, so that one of them counts.
@@ -318,7 +321,9 @@ def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
         samples.losses, samples.sigmas, samples.captioned, batch.weights.tolist(), strict=True
     ):
         population = POPULATIONS[0] if has_caption else POPULATIONS[1]
+        # Sigma = 1 belongs to the last quarter.
         quarter = min(_QUARTERS - 1, int(_QUARTERS * sigma))
+        # 0 times NaN is NaN: the loss of a stand-in must not enter the sum at all.
         sums[f"{population}.loss.{quarter}"] += weight * loss if weight else 0.0
         sums[f"{population}.samples.{quarter}"] += weight
     return sums

@@ -22,7 +22,7 @@ from longtake.data.batch import Batch
 from longtake.fsio import Count, Finite
 from longtake.parallel.mesh import World
 
-_FLOPS_PER_THREAD = 2e7  # of a step; with fewer, threads mostly wait for each other
+_FLOPS_PER_THREAD = 2e7  # in a step; with fewer, threads mostly wait for each other
 _WARM_UP = 2  # first steps, which allocate memory and are not measured
 _TRIALS = 3  # measured steps with each number of threads
 _HOPELESS = 2.0  # a number is dropped if a step takes this many times the fastest step of the trial
@@ -46,7 +46,7 @@ class ThreadChoice:
     before: int
     number: int
     seconds: dict[int, float]  # median time of a step by number of threads
-    is_first: bool  # of a run's first steps; later choices change the last bits of its results
+    is_first: bool  # made in a run's first steps; later choices change last bits of results
 
 
 @dataclass
@@ -61,9 +61,9 @@ class ThreadTuner:
 
     numbers: Sequence[int]
     usual: float = 0.0
-    number: int = field(init=False)  # of the next step, which may be part of a trial
-    present: int = field(init=False)  # outside of trials
-    _trial: list[int] = field(init=False, default_factory=list)  # of the steps to come
+    number: int = field(init=False)  # threads of the next step, which may be part of a trial
+    present: int = field(init=False)  # threads of steps outside of trials
+    _trial: list[int] = field(init=False, default_factory=list)  # threads of the trial's next steps
     _tried: dict[int, list[float]] = field(init=False, default_factory=dict)
     _recent: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=_WINDOW))
     _num_steps: int = field(init=False, default=0)  # since the last trial, or since the launch
@@ -119,7 +119,7 @@ class CpuThreads:
 
     Args:
         world: the ranks.
-        saved: from the checkpoint that training resumes from; None in a new run.
+        saved: number in the checkpoint that training resumes from; None in a new run.
     """
 
     def __init__(self, world: World, saved: SavedThreads | None = None) -> None:

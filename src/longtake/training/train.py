@@ -59,7 +59,7 @@ class TrainOutcome:
     end_step: int  # steps done at its end
     training_seconds: float  # wall-clock time of this launch's steps, with saves
     interrupted_by: str | None  # signal that ended it before the last step; None: none did
-    rollbacks: int = 0  # of all launches of the run
+    rollbacks: int = 0  # number in all launches of the run
     run: Path | None = None  # run directory, which `fresh` may choose beside the recipe's
 
 
@@ -91,8 +91,8 @@ def train(
     Call it in one process, or in each that torchrun started.
 
     Args:
-        recipe: to train.
-        console: for the display of rank 0.
+        recipe: recipe to train.
+        console: console on which rank 0 shows progress.
         fresh: start a new run, in a folder beside the existing one.
         parent: checkpoint whose weights a new run begins with, from
             `longtake.checkpoint.files.find_parent`.
@@ -164,9 +164,9 @@ def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> BuiltRu
     """Build the run from its newest checkpoint, or from an older one if its bytes are damaged.
 
     Args:
-        launch: on this rank.
-        loader: at the first step; each further attempt opens a new one.
-        opened: closes the loaders.
+        launch: this rank's launch.
+        loader: a loader at the first step; each further attempt opens a new one.
+        opened: stack that closes the loaders.
     """
     run, recipe, world = launch.run, launch.recipe, launch.world
     damaged: dict[Path, str] = {}
@@ -403,7 +403,7 @@ def _train_with_rollbacks(training: Training) -> LoopExit:
     session, recorder, ledger_path = training.session, training.recorder, training.ledger
     names, world = stream_names(session.recipe.data), session.world
     if samples.samples_at(session.recipe.sampling, training.state.global_step, is_last=False):
-        sample_presets(training)  # what a killed launch has left unsampled
+        sample_presets(training)  # a killed launch may have left presets unsampled
     while True:
         with Ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
             ended = train_steps(training, ledger)
