@@ -95,6 +95,7 @@ def data_swapped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
     begins="killed",
 )
 def one_clip_removed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+    # The undisturbed run tells which clip comes late: both have the same order of clips.
     old, late = site.catalog(), clips_at(sandbox.undisturbed, _LATE_STEP)[0]
     (site.clips / late.name).unlink()
     site.index()
@@ -116,6 +117,7 @@ def _resume_by_policy(
     step, first = found.event["step"] if found else 0, identities_of(old)
     if policy == "merge":
         consumed = ledger.read_ledger(site.run.ledger_path)
+        # A clip that was consumed and then removed belongs to the epoch nevertheless.
         before = consumed.identity[(consumed.step < step) & (consumed.epoch == 0)]
         first = np.union1d(before, identities_of(site.catalog()))
     evidence.expect_event(found, process.began, f"no event says that the data changed ({policy})")
@@ -183,6 +185,7 @@ def lost_decoder(
     with site.launch() as process:
         process.wait_for_rows(1)
         hang = stop_while_decoding(process, site.clips)
+        # A stopped process still dies at SIGKILL; it was stopped to be sure that it decodes.
         if kind == "decoder_died":
             os.kill(hang.pid, signal.SIGKILL)
         found = process.wait_for_event(kind, pid=hang.pid)
@@ -353,6 +356,7 @@ def limit_file_size(pid: int, num_bytes: int) -> None:
     Like a full disk, RLIMIT_FSIZE lets a write fail half-way through a file ("File too large"
     instead of "No space left on device"). A real small disk would need privileges to mount.
     """
+    # Only the soft limit: a hard one could not be raised again to make room.
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 

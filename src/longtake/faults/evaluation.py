@@ -60,6 +60,8 @@ _DRIFT_PRESET = {
 _BRIGHTER = 0.03  # added to latents, which are pixels from -1 to 1: four of 255 grey levels
 _BRIGHTER_TIMES = 4
 _BRIGHTER_STEPS = 5  # steps between two brighter checkpoints
+# Port 9 (discard) has no server, so a connection is refused at once. Without a key nothing would
+# try to connect.
 _UNREACHABLE = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
 _LONGEST_STEP_SECONDS = 10.0
 _LONGEST_FOLLOWER_SECONDS = 60.0
@@ -157,18 +159,20 @@ def _expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterabl
     left = [path.name for path in _partial_videos(run)]
     left += [f"the need of step {step}" for step in sorted(needed_steps(run))]
     evidence.expect(not left, f"this is left over: {', '.join(left)}")
+    # A second result of a step moves the first one here, so the files alone would look complete.
     superseded = list((evaluation_dir.EvaluationDirectory(run).path / PRESET).glob("superseded/*"))
     evidence.expect(not superseded, f"{len(superseded)} results were made twice")
 
 
 def _is_whole(run: RunDirectory, step: int) -> bool:
-    """Return True if a result has all videos and, if the checkpoint exists, fits its weights."""
+    """Return True if a result has all videos and, if the checkpoint exists, belongs to it."""
     directory, checkpoint = evaluation_dir.EvaluationDirectory(run), run.checkpoint_path(step)
     scores = directory.scores(PRESET, step)
     if scores is None:
         return False
     folder = directory.result_path(PRESET, step)
     sizes = [(folder / video["file"]).stat().st_size for video in scores["videos"]]
+    # The run's retention may have deleted the checkpoint since, which does not damage the result.
     key = checkpoint_key(checkpoint, scores["weights"])
     is_of_it = key == scores["key"] if checkpoint.exists() else True
     return is_of_it and len(sizes) == PROMPTS and all(sizes)
@@ -252,7 +256,7 @@ def two_evaluators(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> 
 
 @dataclass
 class _HeldCheckpoints:
-    """Observations of checkpoints that a server holds, that is, protects from deletion."""
+    """Observations of the checkpoints that an evaluation server protects from deletion."""
 
     held: int = -1  # step that was sampled while the run could have deleted its checkpoint
     saves: int = 0  # number of checkpoints saved in the meantime
@@ -413,6 +417,7 @@ def _copy(
     """
     source, target = source_run.checkpoint_path(step), run.checkpoint_path(step)
     files = sorted(path for path in source.rglob("*") if path.is_file())
+    # False sorts first: a tool that copies in any order may leave COMMITTED beside missing files.
     for path in sorted(files, key=lambda each: each.name != "COMMITTED"):
         content, copy = path.read_bytes(), target / path.relative_to(source)
         if path.suffix == ".distcp" and weights != "whole":
@@ -465,7 +470,8 @@ def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> 
     trainer = load_trainer(run.checkpoint_path(newest_step), Trainer)
     weights = load_sampler(run.path, ema=False, device="cpu").components.model
     ema = sampler.components.model
-    weights.requires_grad_(True)  # a model that samples has no trained weights
+    # `trained_state` returns parameters that require a gradient, and a sampler's require none.
+    weights.requires_grad_(True)
     ema.requires_grad_(True)
     alone = World(rank=0, local_rank=0, size=1, device=torch.device("cpu"), mesh=None)
     steps = [newest_step + distance * (number + 1) for number in range(times)]
@@ -515,6 +521,7 @@ def tracker_down(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
         raise NotPossibleHereError("W&B is not installed: pip install 'longtake[wandb]'") from error
     run, seen = site.run, None
     changes = ("tracking.wandb=online", "tracking.tensorboard=true")
+    # The training inherits the variables from this process, and its follower from the training.
     with mock.patch.dict(os.environ, _UNREACHABLE), site.launch(*changes) as process:
         for _ in process.polls(0.05):
             writers = lease.history(evaluation_dir.writer_path(run))

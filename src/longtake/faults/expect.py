@@ -32,11 +32,12 @@ BITWISE = "every step, weights, EMA and optimizer are bitwise those of the undis
 RECOVERY_SECONDS = 120.0  # limit from a rank's loss to the next trained step; usually 3 to 15
 
 _LARGEST_LOSS_ERROR = 1e-3  # relative, after some dozens of steps whose sums round differently
-_LARGEST_WEIGHT_ERROR = 1e-5  # relative
+_LARGEST_WEIGHT_ERROR = 1e-5  # relative L2 distance of a tensor
 _NONE: Identities = np.empty(0, np.uint64)
 _NOTHING: Mapping[int, Identities] = MappingProxyType({})
 _COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate")
-_OF_THE_SAVE = {".metadata", "COMMITTED", "trainer.json"}  # files that differ for equal states
+# Files that differ for equal states: they record the save itself.
+_OF_THE_SAVE = {".metadata", "COMMITTED", "trainer.json"}
 _STATE = ("global_step", "data", "guard", "last_update")  # compared keys of trainer.json
 
 
@@ -95,6 +96,7 @@ class Evidence:
         self.expect(code == wanted, f"{when} it ended with exit code {code}, not {wanted}")
 
     def expect_output(self, output: str, *wanted: str) -> None:
+        # Messages are wrapped, so a line may break within the words.
         missing = [words for words in wanted if words not in " ".join(output.split())]
         self.expect(not missing, f"the output does not say {' or '.join(map(repr, missing))}")
 
@@ -122,6 +124,7 @@ class Evidence:
         self.expect(counts.repeated == 0, f"{counts.repeated} samples were repeated")
         self.expect(counts.missing == 0, f"{counts.missing} samples are missing")
         self.expect(counts.unplanned == 0, f"{counts.unplanned} samples belong to no such epoch")
+        # An epoch that is not over may not have reached the clip that cannot be decoded.
         clips = {each.rejected for each in audited.epochs if each.is_over}
         self.expect(
             clips <= {rejected} and bool(counts.rejected) == bool(rejected),
@@ -137,6 +140,7 @@ class Evidence:
             f"longtake data audit counts {found} and the drill {ours} ({', '.join(names)})",
         )
         self.steps_lost = steps_given_up(run)
+        # Samples of a skipped update were consumed, and count as lost like those of a rollback.
         self.samples_skipped = (
             counts.skipped + len(steps_skipped(run)) * recipe.training.global_batch_size
         )
@@ -263,6 +267,7 @@ def count_samples(
     for epoch in range(last + 1):
         is_its = consumed.epoch == epoch
         trained = consumed.identity[is_its & ~consumed.is_rejected]
+        # A rejected clip was consumed, too: it is neither missing nor to be read again.
         had = consumed.identity[is_its]
         wanted = np.setdiff1d(whole.get(epoch, later), skipped.get(epoch, _NONE))
         repeated += len(trained) - len(np.unique(trained))
@@ -298,6 +303,7 @@ def identities_of(catalog: Catalog) -> Identities:
 def steps_given_up(run: RunDirectory) -> int:
     """Count the steps that a run trained and then discarded, over all its launches."""
     given_up = done = 0
+    # Every launch appends to one file: a step that is not after the last begins a repetition.
     for row in read_json_lines(run.metrics_path):
         given_up += max(0, done + 1 - row["step"])
         done = row["step"]

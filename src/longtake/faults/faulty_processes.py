@@ -33,7 +33,8 @@ HANG_FILE = Path("hang.json")  # written before a process hangs, in the folder w
 CLOCK_FILE = "clock.json"  # written beside the run directory when the clock goes wrong
 
 _SECONDS = 3600.0
-_EMPTY_PIPE, _KEPT_OPEN = os.pipe()  # nothing is ever written to it
+# Nothing is ever written to it, and its other end stays open: a read never returns.
+_EMPTY_PIPE, _KEPT_OPEN = os.pipe()
 _BYTE = ctypes.create_string_buffer(1)
 
 
@@ -59,6 +60,7 @@ def in_c() -> None:
 
 
 def holding_gil() -> None:
+    # Unlike `CDLL`, `PyDLL` keeps the GIL during a call.
     ctypes.PyDLL(None).read(_EMPTY_PIPE, _BYTE, 1)
 
 
@@ -69,8 +71,10 @@ def stopped() -> None:
 def hang_once(hang: Callable[[], None], clip: str = "", path: str = "") -> None:
     """Write a note of the place and hang, unless a process of this run has hung before."""
     code = hang.__code__
+    # The functions above hang in their last line; a diagnosis has to name it.
     line = max(line for _, _, line in code.co_lines() if line is not None)
     found = Hang(os.getpid(), time.monotonic(), code.co_filename, code.co_name, line, clip, path)
+    # The file is created by one process only, so of several workers, or after a restart, one hangs.
     if write_once(HANG_FILE, asdict(found)):
         hang()
 
@@ -112,7 +116,9 @@ class WrongClock:
         if (since := raw - self._begun) < 0:
             return Clocks(real, monotonic, raw)
         write_once(self.file, {"at": time.monotonic()})
-        drift = int(since * self.ppm / 1e6)  # adjtimex slews all clocks except the raw one
+        # adjtimex slews all clocks except CLOCK_MONOTONIC_RAW, and settimeofday sets only the
+        # system time.
+        drift = int(since * self.ppm / 1e6)
         return Clocks(real + drift + int(self.step_seconds * 1e9), monotonic + drift, raw)
 
 

@@ -26,7 +26,8 @@ from longtake.faults.sandbox import (
 
 _LIMIT_SECONDS = 15.0  # longest time from a hang to its report, in a run of short steps
 _WORKER_CHANGES = ("watch.action=restart-worker", "data.sample_timeout_seconds=60")
-_WINDOWS = 40  # number of windows that a decode worker reads before it hangs
+# Windows that a decode worker reads before it hangs: the usual time of a clip is known by then.
+_WINDOWS = 40
 USUAL_STEPS = 8  # number of steps after which the usual time of a clip is known
 _STEP = 23  # step in which rank 1 hangs
 _RANK = 1
@@ -66,7 +67,7 @@ _RANK_NAMED = "It is named with its line in 15 s, and it is said which rank wait
 def frozen_loader_worker(
     sandbox: Sandbox, site: TrainingSite, evidence: Evidence, how: str
 ) -> None:
-    """Stop a worker while it is idle or decoding, or have it hang by an injection."""
+    """Let a decode worker hang: stopped while idle or decoding, or by an injected call."""
     is_stopped = how in ("idle", "decoding")
     inject = None if is_stopped else Injection(how, _WINDOWS)
     with site.launch(*_WORKER_CHANGES, inject=inject) as process:
@@ -156,6 +157,7 @@ def hang_after_a_cleared_hang(sandbox: Sandbox, site: TrainingSite, evidence: Ev
             at = stop(pid)
             if at is None:
                 raise process.failed(f"was over before process {pid} could be stopped")
+            # The event of the first stall is in the file, too.
             found = process.wait_for_node_event(
                 "stalled", lambda each: each["sentence"] not in sentences
             )
@@ -238,7 +240,7 @@ def expect_diagnosis(
         found: the event `stalled`; None: there was none.
         diagnosis: the stall's diagnosis.
         hang: the note of the process that hangs.
-        rank: its rank.
+        rank: rank of that process.
         waiting: ranks that must be reported as waiting.
     """
     none = f"no event says that process {hang.pid} hangs"
@@ -267,6 +269,7 @@ def _expect_suspect(evidence: Evidence, suspect: dict[str, Any], hang: Hang, ran
     wanted["line"] = _where(hang.function, hang.file, hang.line) if hang.line else ""
     for key, value in wanted.items():
         wrong = f"its {key} is said to be {found[key]}, not {value}"
+        # A value that is not known beforehand is empty: the line of a process stopped from outside.
         evidence.expect(value in ("", found[key]), wrong)
 
 

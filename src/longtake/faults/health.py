@@ -23,7 +23,7 @@ _SLOW_SETTINGS = {"health_seconds": 4.0}
 _SLOW_RANK = 1
 _SLOW_FROM_STEP = 16
 _SLOW_WITHIN_SECONDS = 45.0
-_LARGEST_SHARE_ERROR = 0.05
+_LARGEST_SHARE_ERROR = 0.05  # absolute: 10 % may be reported as 5 to 15 %
 _CLOCK_STEP_SECONDS = -2.5
 _LARGEST_STEP_ERROR_SECONDS = 1e-3
 _CLOCK_PPM = 500.0
@@ -105,8 +105,9 @@ def wrong_clock(
     key: str,
     size: tuple[float, float],
 ) -> None:
-    """Train with a watcher of a wrong clock; `size` is what it must report, and the error."""
+    """Train beside a watcher with a wrong clock; `size` is the value to report and its error."""
     inject = Injection("slow-steps", slow_from)
+    # The run's own watcher is disabled, as only one can hold the lock of a node.
     with site.launch("watch.enabled=false", inject=inject) as process:
         process.wait_for_rows(1)
         with _watcher_with_wrong_clock(site, *wrong):

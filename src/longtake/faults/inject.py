@@ -66,13 +66,14 @@ def _patch(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
 
 @dataclass
 class Trigger:
-    """Condition for a fault: active from step `at` on, until the run goes back to an earlier step.
+    """Condition for a fault: active from step `at` until the run goes back to an earlier step.
 
     With `lasting` it stays active after that.
     """
 
     at: int
     lasting: bool = False
+    # The largest step seen is not enough: only the order of steps shows that the run went back.
     _last_step: int = -1
     _went_back: bool = False
 
@@ -86,6 +87,8 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Make the pixels of a few batches far too bright."""
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
+        # By the number of the batch and not of the step: a fault of data meets the same batch again
+        # after a rollback, unless the guard excludes it.
         if trigger.at <= batch.step < trigger.at + sandbox.POISONED_BATCHES:
             batch = replace(batch, videos=batch.videos.float() * _BRIGHTER)
         return step.compute(session, state, batch)
@@ -136,9 +139,8 @@ def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None
         if state.global_step == trigger.at and rank in (None, session.world.rank):
             gradient = state.components.model.get_parameter(sandbox.NAN_PARAMETER).grad
             assert gradient is not None
-            fsdp.local_shard(gradient).view(-1)[0] = (
-                torch.nan
-            )  # after it was reduced over the ranks
+            # After the gradients were reduced over the ranks, so that the NaN stays on this one.
+            fsdp.local_shard(gradient).view(-1)[0] = torch.nan
         return samples
 
     return step._replace(compute=compute)
@@ -152,6 +154,7 @@ def give_other_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
         rate = load(path, overrides).optimizer.learning_rate
         return load(path, [*overrides, f"optimizer.learning_rate={2 * rate}"])
 
+    # The recipe is read before there is a process group, so the launcher's variable names the rank.
     if os.environ.get("RANK") == str(_RANK):
         vars(config).update(load=load_other)
     return step
@@ -175,10 +178,13 @@ def flip_bit(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Flip the lowest bit of one weight of rank 1 after the update of one step."""
 
     def update(session: Session, state: TrainingState, *of_step: Any) -> float:
+        # The trigger is asked at every step, to see a rollback: the repeated step stays whole, as a
+        # bit that flips by itself does so once.
         is_active = trigger.is_active(state.global_step) and state.global_step == trigger.at
         rate = step.update(session, state, *of_step)
         if is_active and session.world.rank == _RANK:
             weight = state.components.model.get_parameter(sandbox.NAN_PARAMETER).detach()
+            # As an integer, because float arithmetic cannot change only the lowest bit.
             fsdp.local_shard(weight).view(-1).view(torch.int32)[0] ^= 1
         return rate
 
@@ -202,7 +208,9 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
         nonlocal is_due
         is_step = state.global_step == trigger.at
         if is_step and how is in_collective and session.world.size > 1:
-            _second_group.append(dist.new_group())  # the default group would mix up sums
+            # Every rank must create the group, so before the rank of the fault is looked at. In the
+            # default group the other rank would join with its next collective, and mix up sums.
+            _second_group.append(dist.new_group())
         is_due = is_step and session.world.rank == _RANK
         return step.compute(session, state, batch)
 
@@ -248,6 +256,7 @@ def slow(
     ) -> Tensor:
         found = step.losses(parts, examples, precision, device)
         time.sleep(delay)
+        # After the delay of all ranks, so that the share is one of the whole forward pass.
         time.sleep(of_time * (time.perf_counter() - began))
         return found
 
@@ -305,6 +314,7 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     given = parser.parse_args()
     step = INJECTIONS[given.kind](Trigger(given.at, given.lasting), StepFunctions())
+    # A file for each rank: checkpoints have one copy of the weights, which hides a difference.
     path = Path(f"weights_of_rank_{os.environ.get('RANK', '0')}.sha256")
     _with_checksum(step, path).install()
     vars(train).update(GuardRunner=partial(GuardRunner, **given.guard))

@@ -60,6 +60,7 @@ def full_run_disk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> N
         pid = process.wait_for_watcher()
         evidence.expect(pid == watcher, f"the watcher was process {watcher}, and {pid} afterwards")
         step = len(site.run.metrics())
+        # The file of metrics has this size already, so the next row cannot be written.
         limit_file_size(process.pid, site.run.metrics_path.stat().st_size)
         code = process.wait()
     evidence.expect_exit(code, 2, "without room")
@@ -131,6 +132,7 @@ def lost_watcher(
     must="Terminal and hook name it while it is frozen; then the run continues, bitwise the same.",
 )
 def run_disk_frozen(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+    # Not in the run directory, whose disk is frozen when the hook writes.
     hook = site.folder / "alerts.jsonl"
     with _own_disk(site.run.path), site.launch(f"watch.hook=cat >> {hook}") as process:
         process.wait_for_rows(USUAL_STEPS)
@@ -173,9 +175,11 @@ def _own_disk(folder: Path) -> Iterator[None]:
         _as_root("mkfs.ext4", "-q", "-F", str(image))
         _as_root("mount", "-o", "loop", str(image), str(folder))
         try:
+            # A new run refuses a folder that is not empty, and mkfs has made this one.
             (folder / "lost+found").rmdir()
             yield
         finally:
+            # Lazily, as a watcher may still have files open there.
             _as_root("umount", "--lazy", str(folder))
     finally:
         image.unlink()
@@ -228,6 +232,7 @@ def kill_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
 def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float) -> Recovery:
     """Wait until a run that lost a rank at time `lost_at` has trained a step again."""
     resumed = observer.wait_for_event("resumed")
+    # Read before the resumed run saves its next checkpoint.
     newest = max(site.run.checkpoint_steps(), default=0)
     observer.wait_for_rows(observer.num_rows() + 1)
     return Recovery(resumed, newest, time.monotonic() - lost_at)

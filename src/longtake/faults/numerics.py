@@ -52,6 +52,7 @@ def nan_gradient(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence
 def nan_on_one_rank(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence) -> None:
     _train(site, Injection("lose-gradient-on-rank-1", _NAN_STEP), *ON_TWO_RANKS, ranks=2)
     _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
+    # Not bitwise: two ranks add up a batch in another order than one.
     error = expect.largest_loss_error(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
     evidence.expect(error <= _LARGEST_LOSS_ERROR, f"a loss before it differs by {error:.1e}")
     said = _expect_named(evidence, site.run, "rank 1 of 2 alone", NAN_PARAMETER)
@@ -104,7 +105,7 @@ def rolled_back(
     told: str,
     names: Sequence[str] = (),
 ) -> None:
-    """Inject a fault for which the guard rolls back."""
+    """Train with a fault for which the guard must roll back, and check the rollback."""
     _train(site, inject)
     undisturbed = sandbox.undisturbed_long
     _expect_rollback(evidence, site, inject.at, reason, undisturbed, within_steps)
@@ -162,8 +163,8 @@ def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
 def _relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
     """Return the ratio of a run's final loss to the undisturbed run's.
 
-    It is computed on the last batches that both have trained: different batches have different
-    noise levels, which change the loss by more than most faults do.
+    The ratio is computed on the last batches that both have trained: different batches have
+    different noise levels, which change the loss by more than most faults do.
     """
     one, other = _loss_by_batch(run), _loss_by_batch(undisturbed)
     both = sorted(one.keys() & other.keys())[-_LAST_BATCHES:]
@@ -173,6 +174,7 @@ def _relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
 
 
 def _loss_by_batch(run: RunDirectory) -> dict[int, float]:
+    # Updates with a verdict were skipped or rolled back: their losses do not describe the weights.
     rows = (row for row in run.metrics() if "verdict" not in row)
     return {row["batch"]: row["loss"] for row in rows if row["loss"] is not None}
 
@@ -186,6 +188,7 @@ def _expect_guard_report(
         return
     step = found[0]["step"]
     evidence.detected_steps = step - at
+    # The file and not `metrics`, which leaves out rows of steps that were rolled back.
     rows = (row for row in read_json_lines(run.metrics_path) if row["step"] == at)
     time = datetime.fromisoformat(found[0]["time"]).timestamp()
     evidence.detected_seconds = time - next(rows)["time"]

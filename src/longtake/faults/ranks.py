@@ -46,6 +46,7 @@ def weights_differ_on_a_node(
 def bit_flips_in_one_replica(
     sandbox: sites.Sandbox, site: sites.TrainingSite, evidence: Evidence
 ) -> None:
+    # Three copies, so that the majority shows which one is wrong.
     undisturbed = sandbox.fresh("three-undisturbed")
     with undisturbed.launch(*_ON_THREE, ranks=3) as process:
         process.finish()
@@ -77,6 +78,7 @@ def _train_nothing(evidence: Evidence, site: sites.TrainingSite, kind: str, *cha
         output = " ".join(process.output.split())
     evidence.expect(code != 0, "it ended as if all were well")
     evidence.expect(not site.run.metrics_path.exists(), "steps were trained")
+    # Several ranks may print the message at the end; the first copy is enough.
     said = output.partition("longtake: ")[2].partition(" longtake: ")[0]
     evidence.message = f"It said: {said[:_MOST_SHOWN]}"
     return said

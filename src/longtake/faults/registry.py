@@ -38,7 +38,7 @@ _NUMBERS = (
 
 
 class NotPossibleHereError(errors.LongtakeError):
-    """A drill needs something that this machine does not have."""
+    """Error of a drill that needs something that this machine does not have."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,7 @@ def fault(
         known_as = name or drill.__name__.replace("_", "-")
 
         def run(sandbox: "Sandbox") -> "Evidence":
+            # Imported when a drill runs: the list of faults is shown without numpy and PyAV.
             from longtake.faults.expect import Evidence
             from longtake.faults.sandbox import SHORT_RECIPE
 
@@ -132,6 +133,7 @@ def fault(
 
 def all_faults() -> dict[str, Fault]:
     """Return all faults by name, in the order in which `--all` runs them."""
+    # `nodes` imports `data` and `hangs`, so faults were registered in the order of these imports.
     modules = [import_module(f"longtake.faults.{name}").__name__ for name in _MODULES]
     found = (each for each in _faults.values() if each.module in modules)
     in_order = sorted(found, key=lambda each: modules.index(each.module))
@@ -139,7 +141,7 @@ def all_faults() -> dict[str, Fault]:
 
 
 def find_faults(names: Sequence[str]) -> list[Fault]:
-    """Find faults by name, each once; all of them for `all` or without names.
+    """Find faults by name, each once; the name `all` or no names select all.
 
     Args:
         names: names of faults or of families of faults.
@@ -203,7 +205,7 @@ def run_drills(
 
 
 def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
-    """Run one drill; it has failed if it could not be finished.
+    """Run one drill, and return its result: failed if it did not finish.
 
     A drill is skipped if this machine lacks something that it needs.
     """
@@ -276,6 +278,7 @@ def _count(value: int | None, none: str = "?") -> str:
 def _folder(keep: Path | None) -> Iterator[Path]:
     try:
         if keep is None:
+            # A process that a drill has killed may still be writing while its folder is removed.
             with tempfile.TemporaryDirectory(
                 prefix="longtake-drill-", ignore_cleanup_errors=True
             ) as temporary:

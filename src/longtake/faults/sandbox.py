@@ -55,7 +55,7 @@ ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_
 RANK_ENVIRONMENT = {**ONE_THREAD, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 _LIMIT_SECONDS = 600.0
-_POLL_SECONDS = 0.002
+_POLL_SECONDS = 0.002  # the time of an event is known this exactly
 _DECODER_POLL_SECONDS = 0.0002  # a clip of the drills is decoded in half a millisecond
 _STOP_SECONDS = 1.0
 _WATCHER = "longtake.monitor"
@@ -87,7 +87,8 @@ checkpoint.every = {checkpoint_every}
 {more}"""
 
 
-SHORT_RECIPE = _recipe(STEPS, checkpoint_every=5)  # never saved at the end of an epoch
+# No multiple of 5 is an epoch's end (16, 32, 48): every resumption is in mid-epoch.
+SHORT_RECIPE = _recipe(STEPS, checkpoint_every=5)
 # A longer run for faults that the guard finds by comparison with earlier steps.
 LONG_RECIPE = _recipe(
     LONG_STEPS,
@@ -137,6 +138,7 @@ class RunObserver(ABC):
         self._run = RunDirectory(folder / "run")
         self._log = folder / f"{log}_{len(list(folder.glob(f'{log}_*.log')))}.log"
         self._nodes = [NodeDirectory(self._run, host) for host in hosts]
+        # A site may be launched several times: lines of former launches must not count.
         self._num_events = _count_lines(self._run.events_path)
         self._num_node_events = {node: _count_lines(node.events_path) for node in self._nodes}
         self.began = self.polled_at = time.monotonic()
@@ -193,7 +195,7 @@ class RunObserver(ABC):
             if self.polled_at > self.began + _LIMIT_SECONDS:
                 raise self.failed(f"has not ended in {_LIMIT_SECONDS:g} s")
             time.sleep(seconds)
-        yield
+        yield  # what the processes wrote just before their end is seen, too
 
     def wait_until(
         self, condition: Callable[[], T | None], else_ended: str, seconds: float = _POLL_SECONDS
@@ -326,7 +328,9 @@ class TrainingProcess(RunObserver):
 
         The watcher ends by itself. Returns True if the signal ended the process.
         """
-        if self._process.returncode is None:  # otherwise the pid may have been reused
+        # A process that was waited for may have left its pid to another one.
+        if self._process.returncode is None:
+            # All are listed before the first signal: children of a dead process get another parent.
             started = [read_stat(pid) for pid in stacks.descendants(self.pid)]
             ranks = [each.pid for each in started if each and _WATCHER not in each.command]
             for pid in (self.pid, *ranks):
@@ -479,6 +483,7 @@ def stop(pid: int) -> float | None:
     except ProcessLookupError:
         return None
     at = time.monotonic()
+    # kill() returns before all threads of the process have stopped, and they may go on for a while.
     while stacks.state_of(pid) != "T" and time.monotonic() < at + _STOP_SECONDS:
         pass
     return at
@@ -507,6 +512,7 @@ def stop_while_idle(process: TrainingProcess, heartbeats: Path) -> Hang:
     def stop_one() -> Hang | None:
         for pid in _decoders(process.pid):
             at = stop(pid)
+            # Read once it has stopped: a phase that was read before may be over.
             pages = {each.pid: each for each in heartbeat.read_heartbeats(heartbeats)}
             if at is not None and pid in pages and pages[pid].phase == "idle":
                 return Hang(pid, at)
@@ -518,7 +524,8 @@ def stop_while_idle(process: TrainingProcess, heartbeats: Path) -> Hang:
 
 
 def _decoders(pid: int) -> Iterator[int]:
-    """Yield the pids of decode workers that a process has started."""
+    """Yield the pids of the decode workers that are children of a process."""
+    # Linux lists children by the thread that forked them; a pool starts its workers in a thread.
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):  # either may have ended meanwhile
             for child in map(int, children.read_text().split()):
@@ -527,7 +534,7 @@ def _decoders(pid: int) -> Iterator[int]:
 
 
 def _open_file(pid: int, folder: Path) -> Path | None:
-    """Return a file in the folder that a process has open; None: there is none."""
+    """Return a file of the folder that a process has open; None if it has none open."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):

@@ -18,7 +18,7 @@ from longtake.faults.expect import BITWISE, Evidence
 from longtake.faults.registry import NotPossibleHereError, fault
 from longtake.faults.sandbox import Sandbox, TrainingSite
 
-_GONE_SECONDS = 20.0
+_GONE_SECONDS = 20.0  # longer than the shortest limit of a stall, so that it is reported
 _SLOW_SECONDS = 0.4  # delay of each answer, with which some clips take longer than a step
 _RANGE = re.compile(r"bytes=(\d+)-(\d+)")
 _USUAL_STEPS = 6  # before the store is gone: a stall is found by comparing with them
@@ -46,7 +46,7 @@ class LoopbackStore:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def lose(self) -> None:
-        """Refuse new connections, and answer no request on open ones."""
+        """Let the store be gone: refuse new connections, and answer no request on open ones."""
         self.is_gone = True
         self._server.shutdown()
         self._server.server_close()
@@ -74,6 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, has_body: bool) -> None:
         time.sleep(self._store.seconds)
         if self._store.is_gone:
+            # Without an answer the client sees a broken connection, as of a store that is gone.
             self.close_connection = True
             return
         path = self._store.folder / Path(self.path).name
