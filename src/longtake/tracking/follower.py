@@ -76,7 +76,7 @@ class Feed:
         self._path, self._reader = evaluation_dir.cursor_path(run, name), UpdateReader(run)
         self._saved = self._arrived = Cursor()
         self._saved_at = float("-inf")
-        self._sent: Cursor | None = None  # after records that were sent and have not arrived yet
+        self._sent: Cursor | None = None  # position after sent records that have not arrived yet
         self._next = 0
         self._is_open = self._is_last = self._is_abandoned = False
         self._pause = _FIRST_PAUSE_SECONDS
@@ -103,10 +103,11 @@ class Feed:
         return not self._thread.is_alive()
 
     @property
-    def is_settled(self) -> bool:  # everything is sent, or cannot be sent now
+    def is_settled(self) -> bool:  # everything was sent, or cannot be sent now
         return self.is_over or bool(self.trouble)
 
     def _send_updates(self) -> None:
+        # A feed that is abandoned without the lease sends nothing more: another process writes now.
         while not self._is_abandoned or self._may_write():
             is_last = self._is_last  # before reading: then `_send` surely reads the last records
             try:
@@ -121,7 +122,8 @@ class Feed:
                 if reason != self.trouble:
                     log(f"{self.name}: {reason}. It is tried again, and then gets all it missed.")
                 self.trouble = reason
-                # Close the tracker, to start again after the records that have arrived.
+                # Close the tracker, to start again after the records that have arrived. The
+                # reader would otherwise leave out results that it has returned and that were lost.
                 self._close()
                 self._reader.forget()
                 self._sent = None
@@ -143,6 +145,7 @@ class Feed:
             num_sent = len(updates.records)
             while self._reader.warnings:
                 log(self._reader.warnings.pop(0))
+            # Opened with the first record, so that a launch that fails leaves no empty W&B run.
             if updates.records and not self._is_open:
                 self._next = self._tracker.open(self._arrived.rows)
                 self._is_open = True
@@ -152,6 +155,7 @@ class Feed:
                 self._sent = replace(updates.cursor, rows=self._next)
         self._note_arrival(self._tracker.flush() if self._is_open else self._next)
         self._save(at_once=thoroughly)
+        # No error until here, so the tracker has accepted what it was given.
         if self.trouble:
             log(f"{self.name}: it can be reached again.")
         self.trouble, self._pause = "", _FIRST_PAUSE_SECONDS
@@ -186,6 +190,7 @@ class Feed:
         """Save the cursor of arrived records; while only rows come, at most every 5 s."""
         has_results = self._arrived.evaluations != self._saved.evaluations
         is_due = at_once or has_results or time.monotonic() > self._saved_at + _SAVE_SECONDS
+        # Without the lease the file belongs to another process, whose cursor is ahead.
         if is_due and self._arrived != self._saved and self._may_write():
             self._arrived.save(self._path)
             self._saved, self._saved_at = self._arrived, time.monotonic()
@@ -197,6 +202,7 @@ class Feed:
         if self._is_open:
             self._is_open = False
             self._note_arrival(self._tracker.close())
+        # Raised, so that the loop opens the tracker again and repeats them.
         if self._sent is not None:
             raise OSError(f"{self.name} was closed without the last rows")
         self._save(at_once=True)
@@ -241,7 +247,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Shutdown(StopSignal):
-    """Request to send the rest and end: by a signal, by stdin, or by the end of the parent."""
+    """Request to send the remaining records and end.
+
+    The request comes by a signal, by stdin, or by the end of the parent process.
+    """
 
     def __init__(self, parent: int | None) -> None:
         # SIGUSR1, a scheduler's warning, is meant for the parent, whose end then ends this process.
@@ -262,6 +271,7 @@ class Shutdown(StopSignal):
         self.beat()
         if self._parent is not None and os.getppid() != self._parent:
             self.request("the parent has ended")
+        # The base class would return at once after the request, and the loop would be busy.
         if self.is_requested:
             time.sleep(_LOOK_SECONDS_AT_END)
             return True
@@ -295,6 +305,7 @@ class _RunWriter:
         size = 0
         with suppress(OSError):
             size = run.events_path.stat().st_size
+        # From the end of the file: only launches that begin from now on matter.
         self._events = fsio.Tail(run.events_path, dict[str, Any], size)
         self._is_launch_over = role == "evaluator"
 
@@ -325,6 +336,7 @@ class _RunWriter:
         For a trainer's follower only a launch after its own counts, that is, one that begins after
         the end of this follower was requested.
         """
+        # The value before this call, as events that are read with the request may be older.
         was_over = self._is_launch_over
         self._is_launch_over |= self._shutdown.is_requested
         with suppress(OSError):
@@ -346,6 +358,7 @@ class _RunWriter:
         Returns:
             The result of `follow`; None: wait for the lease again.
         """
+        # Made for each lease: another process may have written, so nothing is known from before.
         trackers = make_trackers(self._run, self._section)
         feeds = [Feed(self._run, *each, lease) for each in trackers.items()]
         with kept(lease):
@@ -354,8 +367,10 @@ class _RunWriter:
             is_over = self._wait(lease, feeds)
             for feed in feeds:
                 feed.end_now()
+            # Joining may take half a minute for each feed, and the parent kills a silent process.
             self._shutdown.beat()
             stuck = [feed.name for feed in feeds if not feed.join(_MAX_CLOSE_SECONDS)]
+        # The lease is not given back while the thread may write: it is free when this process ends.
         if stuck:
             log(f"{', '.join(stuck)} does not end in {_MAX_CLOSE_SECONDS:g} s. This process ends.")
             return False
@@ -462,6 +477,7 @@ class Follower(KeptProcess):
             if writer is not None and writer["pid"] == self.pid:
                 if writer.get("caught_up"):
                     return
+                # None: the holder is on another node, and may be alive.
             elif writer is not None and writer["ended"] is None and is_alive(writer) is not False:
                 return
             time.sleep(_POLL_SECONDS)
@@ -525,7 +541,7 @@ class _RunFollower:
         self._run = run
         self._follower: Follower | None = None
         self._last: Follower | None = None
-        self._sent: object = None  # the state in which the last follower was started
+        self._sent: object = None  # value of `_state` when the last follower was started
         self._state: object = None
         self._writer: Mapping[str, Any] | None = None
         self._state_since = self._writer_since = time.monotonic()
@@ -549,6 +565,7 @@ class _RunFollower:
         elif free_seconds > _FREE_SECONDS and state != self._sent:
             self._start(state)
             self._retry_seconds = _FREE_SECONDS
+        # Nothing is new, but the last follower could not send all: pauses grow up to 10 minutes.
         elif free_seconds > self._retry_seconds and _has_trouble(writer):
             self._start(state)
             self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
@@ -585,7 +602,7 @@ def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
 
 
 def _state(run: RunDirectory) -> dict[Path, object]:
-    """Return the versions of files, which change with each row, event and result."""
+    """Return the versions of a run's files that change with each row, event and result."""
     paths = [run.metrics_path, run.events_path]
     with suppress(OSError):  # there are none yet
         paths += EvaluationDirectory(run).path.iterdir()

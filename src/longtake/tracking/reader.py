@@ -40,6 +40,7 @@ class Cursor:
 
     @staticmethod
     def load(path: Path) -> "Cursor":
+        # A damaged cursor must not end the following: everything is then sent again.
         with suppress(errors.RecordError):
             return fsio.read_record(path, Cursor) or Cursor()
         return Cursor()
@@ -83,6 +84,7 @@ class UpdateReader:
         """
         rows, metrics_offset = _lines_after(self._run.metrics_path, cursor.metrics_offset)
         events, events_offset = _lines_after(self._run.events_path, cursor.events_offset)
+        # A line without step and time cannot be placed on any axis of a tracker.
         found = [
             _row_record(row)
             for row in rows
@@ -98,6 +100,7 @@ class UpdateReader:
         if self._may_have_come() or thoroughly:
             results = self._results_after(cursor)
             found += sorted(results.values(), key=lambda each: each.time)
+        # No copy if nothing came: a long run has thousands of evaluations.
         evaluations = cursor.evaluations | results.keys() if results else cursor.evaluations
         return Updates(found, Cursor(metrics_offset, events_offset, cursor.rows, evaluations))
 
@@ -122,6 +125,7 @@ class UpdateReader:
         if all((path.parent / name).is_file() for name in _files(scores)):
             self._incomplete.pop(result, None)
             return True
+        # By this process's clock, as a copy may keep the file times of its source.
         began = self._incomplete.setdefault(result, time.monotonic())
         is_long = time.monotonic() > began + _MAX_SECONDS_INCOMPLETE
         if is_long:
@@ -158,6 +162,7 @@ class UpdateReader:
         Modification times are coarse, so a change can leave them equal.
         """
         seen = {}
+        # A preset's folder changes when a result is renamed into it, which is when it is complete.
         with suppress(OSError):
             seen = {each: each.stat().st_mtime_ns for each in self._folder.iterdir()}
         is_late = time.monotonic() > self._scanned + _RESCAN_SECONDS
@@ -214,7 +219,7 @@ def _files(scores: Scores) -> dict[str, str]:
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield all numbers of a row; one within a list or object is called outer/inner."""
+    """Yield the name and value of each number of a row; nested ones are called outer/inner."""
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(place): each for place, each in enumerate(value)}
@@ -236,7 +241,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 
 
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Read the records from a byte offset on, and the offset after them."""
+    """Return the records from a byte offset on, and the offset after them."""
     try:
         return fsio.read_new_records(path, dict[str, Any], offset, _MAX_LINES)
     except FileNotFoundError:

@@ -29,7 +29,7 @@ _PNG = b"\x89PNG\r\n\x1a\n"
 _PNG_CHANNELS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}  # number of channels by PNG's colour type
 _MAX_PICTURE_BYTES = 16 * 2**20
 _CRC_POLYNOMIAL = 0x82F63B78  # CRC-32C, reflected
-_CRC_MASK = 0xA282EAD8
+_CRC_MASK = 0xA282EAD8  # of LevelDB, as the CRC of data that contains CRCs is problematic
 
 
 class TensorBoard:
@@ -93,6 +93,7 @@ class _EventFile:
         self._folder, self._has_steps = folder, has_steps
         self._file: BinaryIO | None = None
         self._last = float("inf")
+        # A process that was killed has written to the newest file, perhaps beyond its cursor.
         paths = [] if has_steps else event_files(folder)[-1:]
         self._there = {
             name for path in paths for event in events_in(path) for name in _names(event)
@@ -157,6 +158,7 @@ def events_in(path: Path) -> Iterator[Event]:
             data = file.read(length + 4)
             if len(data) < length + 4:
                 return
+            # The checksum of the data is not compared: in Python that is slow for pictures.
             try:
                 event = Event.FromString(data[:-4])
             except Exception:
@@ -177,12 +179,13 @@ def _text(tag: str, lines: str) -> Summary.Value:
 
 
 def _picture(tag: str, path: Path) -> list[Summary.Value]:
-    """Build the summary of a PNG file, unchanged; nothing for other files and above 16 MiB."""
+    """Build the summary of a PNG file, unchanged; empty for other files and above 16 MiB."""
     if path.suffix != ".png" or path.stat().st_size > _MAX_PICTURE_BYTES:
         return []
     data = path.read_bytes()
     if not data.startswith(_PNG) or len(data) < 26:
         return []
+    # The header chunk IHDR comes first: 8 bytes of signature, 8 of length and type, then these.
     width, height, _, colour = struct.unpack_from(">IIBB", data, 16)
     size = {"width": width, "height": height, "colorspace": _PNG_CHANNELS.get(colour, 3)}
     return [Summary.Value(tag=tag, image=Summary.Image(**size, encoded_image_string=data))]

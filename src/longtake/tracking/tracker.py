@@ -94,7 +94,7 @@ def wanted_trackers(section: TrackingSection) -> list[str]:
 
 
 def make_trackers(run: RunDirectory, section: TrackingSection) -> dict[str, Tracker]:
-    """Create the trackers that a recipe enables, by key; only their modules are imported."""
+    """Create the trackers that a recipe enables, by key, and import only their modules."""
     found = {}
     for key in wanted_trackers(section):
         module = import_module(f"longtake.tracking.{key}")
@@ -110,6 +110,7 @@ def refuse_missing_packages(section: TrackingSection) -> None:
     """
     for key in wanted_trackers(section):
         row, value = TRACKERS[key], getattr(section, key)
+        # `find_spec` imports nothing: a tracker's library takes a second or more.
         if row.package is not None and find_spec(row.package) is None:
             off = "off" if isinstance(value, str) else "false"
             raise errors.RecipeError(
@@ -125,7 +126,7 @@ def log(text: str) -> None:
 
 
 def wait_for_unused_second(folder: Path, pattern: str) -> int:
-    """Wait until no file's name contains the current second, and return it, since 1970.
+    """Wait until no file's name contains the current second; return that second since 1970.
 
     Trackers name files by seconds and read them in that order.
     """

@@ -66,13 +66,14 @@ class Wandb:
 
         if self._has_failed:
             wandb.teardown()  # W&B's other process may be gone, or hang
-        # Reset only on success, as an error leaves W&B's process in an unknown state.
+        # Set until all below has succeeded, as an error leaves W&B's process in an unknown state.
         self._has_failed = True
         run_id = run_id_of(self._run)
         rows = rows_from(first, self._run.path / "wandb", run_id)  # from a writer that was killed
         self._already = {_identity(row) for row in rows}
         first = max((row["_step"] + 1 for row in rows), default=first)
         wandb_run = self._begin(run_id)
+        # The server may know rows of a folder that was removed here, and drops lower numbers.
         first = max(first, wandb_run.step if wandb_run.resumed else 0)
         self._segment = _Segment(wandb_run, WandbFile(Path(wandb_run.settings.sync_file)), first)
         self._has_failed = False
@@ -118,6 +119,7 @@ class Wandb:
         import wandb
 
         folder = self._run.path / "wandb"
+        # W&B names a segment's folder by the second: two in one second would share a file.
         wait_for_unused_second(folder, f"*run-%Y%m%d_%H%M%S-{run_id}")
         before = set(folder.glob(f"*run-*-{run_id}"))
         try:
@@ -133,6 +135,7 @@ class Wandb:
             for path in set(folder.glob(f"*run-*-{run_id}")) - before:
                 shutil.rmtree(path, ignore_errors=True)
             raise
+        # W&B's default axis is its own row number, which counts evaluations and events, too.
         for names, axis in _AXES.items():
             run.define_metric(axis)
             run.define_metric(names, step_metric=axis)
@@ -141,7 +144,7 @@ class Wandb:
 
 @dataclass
 class _Segment:
-    """A `.wandb` file that is being written, and the number of the next row to arrive."""
+    """The `.wandb` file that W&B writes now, and the number of the next row to arrive in it."""
 
     run: Any
     file: Any
@@ -162,6 +165,7 @@ def run_id_of(run: RunDirectory) -> str:
     found = read_json(run.record_path).get("id")
     if not found:
         raise ValueError(f"{run.record_path} has no id.")
+    # The end is kept, as it is the random part.
     return re.sub(r"[^A-Za-z0-9_-]+", "-", str(found))[-64:]
 
 
@@ -196,6 +200,7 @@ def _require_answer(url: str) -> None:
     Raises:
         ConnectionError: there is no answer.
     """
+    # Any HTTP status is an answer.
     try:
         urllib.request.urlopen(url, timeout=_ANSWER_SECONDS).close()  # noqa: S310 - the user's own
     except urllib.error.HTTPError:
@@ -259,6 +264,7 @@ class WandbFile:
 
         # The module's classes are created at run time, which type checkers do not see.
         record: Any = wandb_internal_pb2.Record  # type: ignore[attr-defined]
+        # The offset moves only after a complete record: one that is half written is read again.
         with suppress(FileNotFoundError), self._path.open("rb") as file:
             parts: list[bytes] = []
             for kind, data, end in _chunks(file, self._offset):
