@@ -53,7 +53,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
     request = _ask(here, native=native)
     token = request["token"]
     silent: list[str] = []
-    with suppress(OSError):  # the disk is full or not ours; this node can be dumped nevertheless
+    with suppress(OSError):  # the disk is full or another user's; this node can be dumped anyway
         before, since = node_dir.node_heartbeats(run), time.monotonic()
         write_once(node_dir.request_path(run, token), request)
         disk = reporting.RunDirThread(node_dir.this_node(run))
@@ -62,6 +62,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
         silent = [host for host, is_alive in missing.items() if is_alive]
     nodes, own = nodes_with_dump(run, token), None
     is_here = any(each.is_alive for each in read_heartbeats(folder))
+    # Without a watcher (watch.enabled = false) nobody else dumps this node.
     if is_here and here not in (node.host for node in nodes):
         own = dumps.dump_node(folder, here, request, _ASKED_ROUND_SECONDS)
         silent = [host for host in silent if host != here]

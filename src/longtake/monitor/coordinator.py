@@ -70,6 +70,7 @@ def stall_request(
 def write_request(run: RunDirectory, request: node_dir.DumpRequest) -> node_dir.DumpRequest:
     """Write a request, or return the one that another node has already written for its token."""
     path = node_dir.request_path(run, request["token"])
+    # Two nodes may raise the alarm at the same moment: the first request is valid for both.
     if not write_once(path, request):
         with suppress(RecordError):
             return read_record(path, node_dir.DumpRequest, _MAX_REQUEST_BYTES) or request
@@ -112,6 +113,8 @@ class RequestQueue:
         names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
         found = (self._read(name) for name in names - self._seen)
         requests = sorted((each for each in found if each), key=lambda each: each["time"])
+        # Requests of former launches, and those answered by an earlier watcher, are not answered
+        # again.
         if not self._has_looked:
             self._has_looked = True
             self._seen |= {each["token"] for each in requests if not self._is_open(each, launch)}
@@ -133,6 +136,7 @@ class RequestQueue:
             if request["reason"] == "stall" and "stall" not in request:
                 raise RecordError(path, "its reason is a stall, but it has no field `stall`")
         except RecordError as error:
+            # Anybody who can write to the run directory can write a request: it is reported once.
             self._seen.add(name)
             self._refused.append(str(error))
             return None
@@ -227,6 +231,7 @@ def read_dumps(
     except OSError:
         return [], []
     limit = _READ_SECONDS + _READ_SECONDS_PER_NODE * len(nodes)
+    # One call for each node, so that a limit applies, and those read so far are not lost.
     for number, node in enumerate(nodes):
         left, unread = begun + limit - time.monotonic(), [each.host for each in nodes[number:]]
         if left <= 0:
@@ -255,6 +260,7 @@ def collect_dumps(
     token, launch = request["token"], str(request.get("stall", {}).get("launch", ""))
     missing = wait_for_dumps(disk, token, before, since, _SECONDS_FOR_OTHERS, launch)
     found, unread = read_dumps(disk, token)
+    # The own dump from memory: the disk may have refused it.
     by_host = {dump["host"]: dump for dump in found} | {own["host"]: own}
     silent = [host for host in dict.fromkeys([*missing, *unread]) if host not in by_host]
     return list(by_host.values()), silent
@@ -390,10 +396,12 @@ class DumpService:
     def _answer(self, request: node_dir.DumpRequest) -> None:
         token, reason = request["token"], request["reason"]
         self._token = token
+        # Taken before the work, so that a request that fails is not tried for ever.
         self._requests.take(token)
         if reason == "stall":
             self._begun.append(request)
         self._reporter.log(f"{token}: dumping all processes ({reason}, asked by {request['by']})")
+        # Before the dump, which takes seconds: a watcher that beats meanwhile is alive.
         before, since = self._heartbeats(), time.monotonic()
         dump = self._dump(request)
         if reason == "stall":
@@ -440,12 +448,14 @@ class DumpService:
                 del self._open[token]
             elif age >= _TURN_SECONDS * self._turn(stall, age):
                 del self._open[token]
+                # All ranks of a node that has ended did so normally: there was no stall.
                 if not self._heartbeats().get(stall.request["by"], {}).get("ended"):
                     self._reporter.log(f"{token}: {stall.request['by']} has not concluded")
                     self._conclude(stall)
 
     def _turn(self, stall: _OpenStall, age: float) -> int:
         if stall.turn is None and age >= _TURN_SECONDS:
+            # Once for each stall: a dump that comes later must not change the order of the turns.
             find = partial(nodes_with_dump, self._target.run, stall.request["token"])
             answered = [each.host for each in self._disk.try_ask(find) or []]
             stall.turn = turn_of(self._target.host, stall.request["by"], answered)

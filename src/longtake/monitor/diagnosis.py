@@ -79,6 +79,7 @@ def diagnose(
         node_events=tuple(map(str, events)),
     )
     sentence = node_events.add_to(describe(found, snapshot), events)
+    # Shortened after the sentence, which counts all suspects.
     return replace(found, suspects=found.suspects[:_MAX_SUSPECTS], sentence=sentence)
 
 
@@ -189,6 +190,7 @@ def _hanging_workers(
     for trace in longest:
         if trace.rank in starved or (alarmed and trace.pid == alarmed["pid"]):
             found.append(ProcessState.of(trace))
+        # More than are shown stand still, and the rest has been at its clips for a shorter time.
         if sum(not each.has_moved for each in found[-2 * _MAX_SUSPECTS :]) > _MAX_SUSPECTS:
             break
     return [each for each in found if not each.has_moved] or found[:1]
@@ -205,6 +207,7 @@ def _out_of_place(snapshot: StallSnapshot) -> list[ProcessState]:
     if len(places) < 2:
         return []
     most = max(places.values(), key=len)
+    # The majority waits for the rest, as every rank has to join a collective.
     if 2 * len(most) > len(snapshot.ranks):
         rest = [each for group in places.values() if group is not most for each in group]
     else:

@@ -26,8 +26,10 @@ ProcessRole = Literal["rank", "decode", "agent", "helper"]
 DumpReason = Literal["stall", "asked"]
 _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 _OBSERVERS = ("longtake.monitor", "longtake watch", "longtake stacks", "py-spy")
-_NATIVE_SECONDS = {"stall": 1.8, "asked": 6.0}  # for all processes of a node together
-_HALTED = ("T", "t", "D")
+# For all processes of a node together. The node that diagnoses a stall waits 3 s for the others'
+# dumps; a user waits longer.
+_NATIVE_SECONDS = {"stall": 1.8, "asked": 6.0}
+_HALTED = ("T", "t", "D")  # states in which processes are not grouped with those that run
 _MAX_DUMPS = 50
 _REQUEST_SECONDS = 86400.0
 _TOKENS = ("stall_", "asked_")
@@ -50,6 +52,7 @@ class RunProcess:
 def processes_of_run(folder: Path) -> list[RunProcess]:
     """Find all processes of a run on this node by its heartbeat folder, except observers."""
     heartbeats = [each for each in read_heartbeats(folder) if each.is_alive]
+    # /proc is read once for all processes, not once for each.
     known = parents()
     ranks = [each.pid for each in heartbeats if each.role == "rank"]
     agents = _agents({known.get(pid, 0) for pid in ranks})
@@ -65,6 +68,7 @@ def process_tree(pid: int) -> list[RunProcess]:
     known = parents()
     pids = {pid, *descendants(pid, known)}
     folders = heartbeat_dir(Path()).parent.glob("*")
+    # The run of a process is not known here, so the pages of all of this user's runs are read.
     pages = (each for folder in folders for each in read_heartbeats(folder))
     heartbeats = [each for each in pages if each.pid in pids and each.is_alive]
     found = [
@@ -72,6 +76,7 @@ def process_tree(pid: int) -> list[RunProcess]:
         *(RunProcess(agent, "agent", None) for agent in _agents({pid})),
         *_helpers([pid], heartbeats, known),
     ]
+    # Without a heartbeat the process itself is in no list above.
     is_known = any(each.pid == pid for each in found)
     return found if is_known else [RunProcess(pid, "helper", None), *found]
 
@@ -136,6 +141,7 @@ def dump_node(
     dump = dump_processes(lambda: processes_of_run(folder), host, request, round_seconds, early)
     heartbeats = read_heartbeats(folder)
     ranks = [each for each in heartbeats if each.role == "rank"]
+    # If all ranks are dead, their pages still tell the launch.
     ranks = [each for each in ranks if each.is_alive] or ranks
     dump["launch"] = launch = max(ranks, key=lambda each: each.started).launch if ranks else ""
     missing = [each for each in heartbeats if _is_missing(each, ranks, launch)]
@@ -156,6 +162,7 @@ def dump_processes(
     begun = early[0][0] if early else time.monotonic()
     seen: list[Round] = [{**found, "seconds": round(at - begun, 3)} for at, found in early]
     for number in range(len(seen), request["rounds"]):
+        # By the time of the first round, so that slow rounds do not delay all later ones.
         time.sleep(max(0.0, begun + number * round_seconds - time.monotonic()))
         at = time.monotonic() - begun
         seen.append(_dump_round(find(), at))
@@ -265,6 +272,7 @@ def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -
         return False
     if heartbeat.launch:
         return heartbeat.launch == launch
+    # It died before the ranks met: of this launch, if it is not older than the living ranks.
     return heartbeat.started >= min((each.started for each in ranks if each.is_alive), default=0)
 
 
@@ -310,6 +318,7 @@ class ProcessTrace:
 
     @property
     def threads(self) -> list[dict[str, Any]]:
+        # A process that runs while it is read is not readable in every round.
         return next((each["threads"] for each in reversed(self.rounds) if each["threads"]), [])
 
     @cached_property
@@ -494,6 +503,7 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
         return
     paths = [path for path in folder.glob("*") if path.name.startswith(_TOKENS)]
     times: dict[str, float] = defaultdict(float)
+    # A dump and its flight recorders' folder have the same stem, and go together.
     for path in paths:
         times[path.stem] = max(times[path.stem], _modified(path))
     for token in sorted(times, key=lambda each: times[each], reverse=True)[most:]:

@@ -39,6 +39,7 @@ class HeartbeatCollector(Collector):
         self.record: Mapping[str, Any] = {}
 
     def collect(self) -> Iterator[Metric]:
+        # Read once: the watcher's thread replaces it during a request, and never changes it.
         record = self.record
         if not record:
             return
@@ -75,6 +76,7 @@ class Exporter:
         self._collector = HeartbeatCollector()
         self.port: int | None = None
         self.problem: str | None = None
+        # Not the default registry, which adds metrics of this process itself.
         registry = CollectorRegistry()
         registry.register(self._collector)
         try:

@@ -83,6 +83,7 @@ def remove_files(folder: Path, ranks: Iterable[int]) -> None:
     for rank in ranks:
         pipe = _pipe(folder, rank)
         try:
+            # fifo(7): opening a pipe to write without blocking fails if it has no reader.
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW))
         except OSError:  # no living process reads it
             for path in (pipe, _file(folder, rank)):
@@ -106,6 +107,7 @@ def read_file(path: Path) -> dict[str, Any]:
         with fsio.open_regular(path) as file:
             if os.fstat(file.fileno()).st_size > _MAX_BYTES:
                 raise FlightRecorderError(f"{path} is larger than any flight recorder's file.")
+            # Other users' processes may have written it, and a plain unpickler runs any code.
             found = trust.RestrictedUnpickler(file).load()
     except FlightRecorderError:
         raise
@@ -277,8 +279,8 @@ def _roots(
         return found
     if awaited:  # a cycle of waits has no root; then the cause are ranks that never joined
         return set(chain.from_iterable(_missing(op, recorded) for op in waits))
-    # Everybody has joined everything. A rank whose peers have finished its collective stalls on
-    # its own device.
+    # All ranks have joined all collectives. A rank whose peers have finished its collective stalls
+    # on its own device.
     alone = {
         op
         for op in waits

@@ -104,10 +104,12 @@ class NodeHealth:
                 # The clock is looked at in every round: it detects steps between two samples.
                 self._clock.look()
                 for change in self._clock.take_changes():
+                    # Offsets to other nodes that were measured before the step are wrong now.
                     self._peers.forget_offsets()
                     event = clock_event(self._host, change, clock.time_daemons())
                     self._events.append(event)
                 if time.monotonic() >= due:
+                    # After a delay no samples are made up for.
                     due = max(due + self._seconds, time.monotonic())
                     self._sample()
             except Exception:  # one failure must not end all later samples
@@ -173,6 +175,7 @@ _FULL_BYTES, _FULL_SHARE = 5 * 2**30, 0.05
 _FULL_INODES_SHARE = 0.01
 _SLOW_SHARE = 1 / 3
 _AT_ONCE = (system.HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
+# The disk's probe is an exception: an fsync of seconds is usual on ext4 and NFS.
 _DISK_HANGS = (
     f"{system.HANGS}:{system.DiskProbe.name}"  # an fsync of seconds is usual on ext4 and NFS
 )
@@ -210,6 +213,7 @@ class HealthRules:
         for device, is_up in node_numbers.by_device(numbers, "link_up").items():
             if is_up:
                 self._was_up.add(device)
+            # A port that was never up is not connected, which is usual.
             elif device in self._was_up:
                 found[f"link_up:{device}"] = f"the link {device} is down"
         found |= self._errors(numbers)
@@ -361,6 +365,7 @@ class PeerNodes(system.HealthProbe):
         heartbeats, dates = dict[str, dict[str, Any]](), dict[str, float]()
         for host in outliers.peers_of(self._host, hosts):
             heartbeats[host] = NodeDirectory(self._run, host).read_heartbeat()
+            # Directly after the file is read: a delay would widen the bounds of the offset.
             dates[host] = clock.read_clocks().real_ns / 1e9
         own = NodeDirectory(self._run, self._host).read_heartbeat()
         living = self._living.of(heartbeats, str(own.get("launch") or ""))
@@ -369,6 +374,7 @@ class PeerNodes(system.HealthProbe):
             for host, each in heartbeats.items()
             for address in each.get("addresses") or ()
         }
+        # A new dictionary, as another thread reads it. Addresses of nodes that are gone stay.
         self.addresses = self.addresses | found_at
         found: system.Numbers = {"neighbours": float(len(living))}
         for host in living:

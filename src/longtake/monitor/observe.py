@@ -69,6 +69,7 @@ class HeartbeatScanner:
     def scan(self) -> Snapshot:
         found = read_heartbeats(self._folder)
         self._close(self._pidfds.keys() - set(map(_identity, found)))
+        # One call for all processes; a pidfd is readable once its process has ended.
         poll = select.poll()
         for pidfd in self._pidfds.values():
             poll.register(pidfd, select.POLLIN)
@@ -121,6 +122,7 @@ class StaleHeartbeats:
 def remove_heartbeats(dead: Iterable[Heartbeat]) -> None:
     """Remove pages of dead processes, unless a new process has a page at the same path."""
     for each in dead:
+        # A new process may have got the pid, and thereby the path, since the scan.
         again = read_heartbeat(each.path)
         if again is not None and (again.phase == "ended" or not again.is_alive):
             folder = each.path.parent
@@ -196,6 +198,7 @@ class LivenessTracker:
             self._counts.append((now, count()))
 
     def recent_oom_kills(self, kills: int) -> int:
+        # The kernel counts kills without their times: recent means since the oldest sample.
         return max(0, kills - self._counts[0][1]) if self._counts else 0
 
     def dead_ranks(self, living: Iterable[Heartbeat], dead: Iterable[Heartbeat]) -> list[DeadRank]:
@@ -264,6 +267,7 @@ class PhaseTimeouts:
         """Learn from the durations of living processes; a new launch begins without limits."""
         found = list(heartbeats)
         ranks = [each for each in found if each.role == "rank"]
+        # Another launch may have other shapes, workers and devices: its durations are learnt again.
         if ranks and (launch := max(ranks, key=lambda each: each.started).launch) != self.launch:
             self.launch = launch
             for known in (self._longest, self._windows, self._stalled, self._unusual):
@@ -328,6 +332,7 @@ class PhaseTimeouts:
         before = self._stalled.pop(who, None)
         for phase, timing in heartbeat.timings.items():
             key = (heartbeat.role, phase)
+            # `longest` never falls: after a stall it says nothing until it is exceeded.
             if before is not None and phase == before.phase:
                 self._unusual[*who, phase] = timing.longest
             elif timing.longest > self._unusual.get((*who, phase), -1.0):
@@ -350,6 +355,8 @@ class PhaseTimeouts:
         if longest is None and phase in _OF_STATE:
             # The save at the end or at a signal waits until everything is written.
             return max(settings.checkpoint_seconds, settings.start_seconds)
+        # A page that is not settled is in the first steps of a launch, of a shape, or after a
+        # rollback, which compile and allocate.
         is_known = longest is not None and heartbeat.is_settled
         if phase == "decode":
             enough = max(_MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER * self._num_workers)
@@ -389,9 +396,11 @@ class PhaseMeans:
         for each in (*snapshot.dead, *snapshot.living):
             if each.role == "rank" and each.launch in ("", launch):
                 self._add(each, snapshot.now)
-        return [dict(self._known[rank]) for rank in sorted(self._known)]  # written by a thread
+        # Copies, as a thread writes them to disk while the next update changes the originals.
+        return [dict(self._known[rank]) for rank in sorted(self._known)]
 
     def _add(self, heartbeat: Heartbeat, now: float) -> None:
+        # Pages have totals since the start of a process: a mean is the difference of two readings.
         at, before = self._since.get(_identity(heartbeat), (-math.inf, None))
         steps = heartbeat.work_count - (before.work_count if before else 0)
         names = ("rank", "local_rank", "step")

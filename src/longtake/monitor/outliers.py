@@ -61,6 +61,7 @@ class StepProbe(HealthProbe):
         numbers: Numbers = {}
         for who, (_, each) in ranks.items():
             then, before = self._before.get(who, (now, None))
+            # A save may begin and end between two samples, so finished ones are counted, too.
             is_saving = each.phase in _SAVES or _num_saves(each) > _num_saves(before)
             self._near = _NEAR_SAMPLES + 1 if is_saving else self._near
             if before is None or each.phase == "ended":
@@ -109,6 +110,7 @@ class LivingNodes:
 
     def of(self, heartbeats: Mapping[str, Mapping[str, Any]], launch: str) -> list[str]:
         """Return the nodes of this launch whose heartbeat changed since the last call."""
+        # The beat and not the file's time, as clocks of nodes and of the disk differ.
         marks = {host: beat_of(each) for host, each in heartbeats.items()}
         before, self._beats = self._beats, dict(marks)
         return [
@@ -152,6 +154,7 @@ class SlowLinks:
             is_waited_for = own.get(f"{BUSY}:{host}", 0.0) >= _WAITED_FOR
             if known and is_waited_for:
                 found[f"{SLOW}:{host}"] = round(share, 4)
+            # A slow link does not enter its own past, or it would become usual.
             if share > _WELL or not is_waited_for:
                 past.append(rate)
         return found
@@ -221,13 +224,14 @@ def _share(value: float, usual: float, least: float) -> float:
 
 # --- Adding up.
 
+# Chosen so that runs of the module's docstring have no false alarm.
 _ALLOWANCE = 1.1
 _ALARM = 5.3
 # Much noise hides slight slowness anyway, so the alarm level rises to avoid false alarms.
 _ALARM_OF_NOISE, _CALM_NOISE = 3.0, 1.25
 _MOST = 3.0
-_CALM = 0.5
-_CEILING = 2 * _ALARM
+_CALM = 0.5  # far below the alarm, so that a number near its limit does not come and go
+_CEILING = 2 * _ALARM  # a number that was bad for hours is well again within some windows
 _CUSUM_WINDOWS = 48
 _ENOUGH_FOR_NOISE = 3
 
@@ -336,7 +340,7 @@ def _count(value: float) -> str:
 
 _ENOUGH_FOR_SPREAD = 8
 _BASELINE_WINDOWS = 12
-_IN_USE = 0.1
+_IN_USE = 0.1  # a GPU or link that is used less says nothing about its power or rate
 _MOST_ABSENT = 12  # windows for which an outlier stays without new values: steps may be long
 _Key = tuple[str, str, Baseline]  # signal, device
 
@@ -409,6 +413,7 @@ class OutlierDetector:
         unit = max((abs(value) + abs(middle)) / 2, signal.least, 1e-12)
         deviation = _share(value, middle, signal.least) * (1 if signal.worse == "higher" else -1)
         spread = signal.spread
+        # Few values underestimate the spread; the signal's own, of healthy hardware, is then used.
         if len(usual) >= _ENOUGH_FOR_SPREAD:
             spread = max(spread, SIGMAS * median(abs(each - middle) for each in usual) / unit)
         cusum = self._sums.setdefault(where, Cusum(is_noisy=not signal.counts))

@@ -37,7 +37,9 @@ _T = TypeVar("_T")
 _MAX_LINES = 1000
 _ASK_SECONDS = 3.0
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_QUIET: frozenset[NodeEventKind] = frozenset({"watcher_started", "clock_slewed"})
+_QUIET: frozenset[NodeEventKind] = frozenset({"watcher_started", "clock_slewed"})  # no alerts
+# Kinds that are written to the training's terminal. A rank that died is not: its launcher and the
+# other ranks name it there.
 _SAID: frozenset[NodeEventKind] = frozenset(
     {"stalled", "stall_cleared", "restarted_worker", "killed_rank", "disk_full"}
 )
@@ -91,6 +93,7 @@ def watch_target(
             section = directory.recipe().watch
         except errors.LongtakeError:
             section = WatchSection()
+        # A hook is a shell command: one from another user's run directory would run as this user.
         if section.hook is not None and not trust and not is_own(directory):
             section = section.model_copy(update={"hook": None})
     host, folder = host or socket.gethostname(), folder or heartbeat_dir(run)
@@ -169,6 +172,7 @@ class RunDirThread:
             if self._writing is not None:
                 with suppress(FutureTimeout):
                     self._writing.result(max(0.0, end - time.monotonic()))
+            # A full disk fails at once: without a pause this loop would be busy.
             if self._is_failing:
                 time.sleep(0.1)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -191,6 +195,7 @@ class RunDirThread:
                 self._events.popleft()
             if (record := self._heartbeat) is not None:
                 self._heartbeat = None
+                # Read now, as the record may have waited for the disk.
                 times = {"monotonic": time.monotonic(), "wall": time.time()}
                 self.node.write_heartbeat({**record, **times})
         except OSError as error:
@@ -277,6 +282,7 @@ class EventReporter:
         texts = [str(fields[name]) for name in ("sentence", "message", "reason") if name in fields]
         values = (f"{name}={value}" for name, value in fields.items() if value != "")
         text = texts[0] if texts else " ".join(values)
+        # Terminal and hook first, as neither needs the disk, which may be what hangs.
         if kind in _SAID:
             self.tell(text)
         if is_alert and kind not in _QUIET and not self._is_known(kind, fields):
@@ -364,8 +370,10 @@ def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS
         _, output = hook.communicate(f"{line}\n".encode(), timeout=seconds)
     except subprocess.TimeoutExpired:
         with suppress(ProcessLookupError):
+            # The whole group: a child of the hook may hold its pipes open.
             os.killpg(hook.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):
+            # With a limit, as a process that waits for a dead disk (state D) outlives SIGKILL.
             hook.wait(1.0)
         for pipe in (hook.stdin, hook.stderr):
             if pipe is not None:
@@ -420,6 +428,7 @@ class StallActions:
     def _end_alarmed_rank(
         self, diagnosis: StallDiagnosis, request: DumpRequest, reason: str
     ) -> None:
+        # Only on the node of the alarm, so that one rank of the run is killed and not one per node.
         alarm: dict[str, Any] = {**request.get("stall", {})}
         if alarm.get("host") != self._host or alarm.get("role") != "rank":
             return
@@ -434,6 +443,7 @@ class StallActions:
             if STORE_WAIT in suspect.clip_path:
                 waits = suspect.clip_path.partition(STORE_WAIT)[2]
                 self._reporter.log(f"process {suspect.pid} is not ended, as its store is: {waits}")
+            # One restart per clip: a clip that hangs any worker would otherwise be read for ever.
             elif suspect.clip and suspect.clip in self._clips:
                 self._reporter.log(
                     f"process {suspect.pid} is not ended: clip {suspect.clip} has cost a process "

@@ -137,6 +137,7 @@ def worth_showing(stack: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
     The innermost call, the library calls directly around it and all calls of other code are kept.
     """
     begun = list(stack)
+    # Outermost calls are last; all processes have these in common.
     while len(begun) > 1 and any(name in begun[-1]["file"] for name in _STARTERS):
         begun.pop()
     calls = [

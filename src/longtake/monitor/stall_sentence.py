@@ -58,6 +58,7 @@ def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]
     if suspects and (store := _store_of(suspects[0])):
         alike = [each for each in suspects if _store_of(each) == store]
         yield _waits_for_store(suspects[0], store, alike[1:])
+        # One sentence for all workers that wait for the same store: it is the cause, and not they.
         suspects = (suspects[0], *(each for each in suspects if each not in alike))
     elif suspects:
         yield _cause(suspects[0], snapshot.rounds)

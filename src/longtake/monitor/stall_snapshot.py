@@ -148,6 +148,7 @@ class StallSnapshot:
         ]
         for trace in traces(dumps):
             is_last = trace.seconds[-1] >= last[trace.host][0]
+            # A process that is missing in its node's last round died during the dump.
             is_there = is_last and trace.last["state"] not in ("", "X")
             is_idle = trace.phase in ("", "idle", "ended")
             if trace.role == "rank" and is_there:
@@ -207,6 +208,7 @@ def _with_device_waits(
     }
     places = Counter((each.position, each.place) for each in candidates)
     place, count = next(iter(places.most_common(1)), (None, 0))
+    # More than half of the ranks, and two at least: one rank alone waits for nobody.
     most = place if 2 * count > max(2, len(ranks)) else None
     return [
         replace(each, wait="device")
@@ -275,6 +277,7 @@ def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) ->
         tuple(takewhile(lambda call: stacks.is_library_file(call[1]), calls)),
         stacks.user_frame(calls),
     )
+    # Collectives come first: some of them also wait for the device.
     own_file = "" if own is None else own[1]
     if own_file.endswith(_OWN_COLLECTIVE) or any(_COLLECTIVE.search(file) for _, file, _ in below):
         return "collective"

@@ -122,6 +122,7 @@ class WatcherLock:
         if self._file is not None:
             if not any(self._path.parent.glob("rank_*")):
                 flight_recorder.remove_all_files(self._path.parent)
+            # Removed while it is locked, so that a watcher that has just opened it notices.
             self._path.unlink(missing_ok=True)
             self._file.close()
             self._file = None
@@ -186,6 +187,7 @@ class _Watcher:
 
     def _end(self) -> None:
         """Finish open diagnoses and alerts, and leave nothing behind."""
+        # In the order in which they pass on events: the disk's thread, which writes all, is last.
         self._service.close(_END_SECONDS)
         self._health.close()
         self._report_health()
@@ -377,6 +379,7 @@ class StallDetector:
                 self._stall = None
             return
         before = stall.overdue.heartbeat
+        # A page's path contains role, rank and pid.
         after = next((each for each in snapshot.living if each.path == before.path), None)
         if after is not None and not observe.has_moved(before, after):
             return
@@ -435,4 +438,5 @@ def main(arguments: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    # `sys.exit` would join the disk's thread, which may hang for ever.
     os._exit(main(sys.argv[1:]))
