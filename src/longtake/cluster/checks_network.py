@@ -158,6 +158,7 @@ def judge_clocks(facts: FactsByNode) -> CheckResult:
     if first is None or not facts[first]["offsets"]:
         return CheckResult()
     found: dict[str, list[float]] = {first: [0.0, 0.0], **facts[first]["offsets"]}
+    # Not rank 0's own clock, which may be the wrong one.
     usual = median(offset for offset, _ in found.values()) if len(found) > 2 else 0.0
     off = {node: (offset - usual, uncertainty) for node, (offset, uncertainty) in found.items()}
     certain = {node: abs(offset) - uncertainty for node, (offset, uncertainty) in off.items()}
@@ -184,6 +185,7 @@ def _ask_clock(peer: int) -> tuple[float, float]:
     best = (0.0, float("inf"))
     answer = torch.zeros(1, dtype=torch.int64)
     for _ in range(_NUM_QUESTIONS):
+        # The round trip by a clock that is not set while it is measured.
         before = time.monotonic_ns()
         asked = time.time_ns()
         dist.send(torch.zeros(1, dtype=torch.int64), peer)
@@ -227,6 +229,8 @@ def measure_links(context: CheckContext) -> Facts:
             if own in pair:
                 other = pair[1] if own == pair[0] else pair[0]
                 peer = context.leaders[other]
+                # Both nodes go through the pair in the same order, first one sending, then the
+                # other.
                 both_ways = {each: _time_link(peer, is_sender=each == own) for each in pair}
                 facts["to"][context.hosts[other]] = both_ways[own]
         return facts
@@ -320,6 +324,7 @@ def _all_reduce(group: dist.ProcessGroup | None) -> float:
     """
     load, size = torch.zeros(_load_bytes() // 4, device=_device()), dist.get_world_size(group)
     dist.all_reduce(load, group=group)
+    # The first all-reduce connects the ranks; and CUDA runs asynchronously.
     _synchronize(load)
     begun = time.perf_counter()
     for _ in range(_NUM_ALL_REDUCES):
@@ -355,4 +360,5 @@ def _has_nccl() -> bool:
 
 
 def _load_bytes() -> int:
+    # Large enough that the bandwidth counts and not the latency.
     return (256 if _device().type == "cuda" else 8) * _MIB

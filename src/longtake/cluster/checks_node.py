@@ -116,7 +116,7 @@ def judge_limits(facts: FactsByNode) -> CheckResult:
         what = f"shared memory has {size}, which NCCL may fill"
         advice = "Docker: --shm-size 16g or --ipc host; Kubernetes: an emptyDir of medium Memory."
         result.find("warning", small, what, "1 GiB", advice)
-    # InfiniBand pins its buffers; without it nothing here is locked.
+    # InfiniBand pins its buffers (ibv_reg_mr); without it nothing here is locked.
     with_ports = {node: each for node, each in facts.items() if each["has_infiniband"]}
     if not with_ports:
         result.skip("locked memory", "no InfiniBand device")
@@ -156,6 +156,7 @@ _PTRACE_ADVICE = (
 
 def measure_inspection(context: CheckContext) -> Facts:
     """Try to read the stacks of a child process, and read the kernel's settings for ptrace."""
+    # The child calls `enable_stack_dumps` like a rank, which lets py-spy read it under Yama.
     child = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
     )
@@ -185,6 +186,7 @@ def judge_inspection(facts: FactsByNode) -> CheckResult:
         if each["method"].startswith("py-spy"):
             continue
         reasons = [] if each["may_trace"] else ["CAP_SYS_PTRACE is missing"]
+        # 1 allows processes that called PR_SET_PTRACER, as ranks do; 2 needs CAP_SYS_PTRACE.
         if each["yama"] not in ("", "0", "1"):
             reasons.append(f"kernel.yama.ptrace_scope is {each['yama']}")
         if each["seccomp"] != "0":
@@ -261,6 +263,7 @@ def measure_compute(context: CheckContext) -> Facts:
         return {"on": "GPU", "tflops": _gpu_tflops(torch.device("cuda", gpu))}
     if not context.process.is_node_leader:
         return {"on": "none"}
+    # torchrun sets OMP_NUM_THREADS=1 for several processes; the node is to be measured.
     torch.set_num_threads(process.num_cores())
     return {"on": "CPU", "tflops": _cpu_tflops()}
 
@@ -284,7 +287,7 @@ def judge_compute(facts: FactsByNode) -> CheckResult:
 
 def _cpu_tflops() -> float:
     left, right = (torch.rand(_CPU_SIZE, _CPU_SIZE) for _ in range(2))
-    left @ right
+    left @ right  # the first product starts threads and allocates
     taken, end = [], time.perf_counter() + _CPU_SECONDS
     while time.perf_counter() < end:
         begun = time.perf_counter()
@@ -316,6 +319,7 @@ _VERSION_SEVERITIES: dict[str, Severity] = {
     **dict.fromkeys(("driver", "GPUs"), "warning"),
 }
 _COMPARED = re.compile(r"(NCCL|TORCH|GLOO|UCX|CUDA|OMP|MKL|PYTORCH|XLA)_\w+|PYTHONPATH")
+# Variables that launchers set differently for each process.
 _PER_PROCESS = re.compile(r"TORCHELASTIC_\w+|CUDA_VISIBLE_DEVICES|TORCHINDUCTOR_CACHE_DIR")
 _VERSION_ADVICE = (
     "Install the same on all nodes: one image, or one environment on a shared disk. Then restart."
@@ -473,6 +477,7 @@ def measure_packages(context: CheckContext) -> Facts:
         requires = metadata.requires("longtake") or []
     except metadata.PackageNotFoundError:
         requires = []
+    # Packages of extras are optional: their versions matter like any other package's.
     names = (re.match(r"[\w.-]+", each) for each in requires if "extra ==" not in each)
     needed = {_normalized(found[0]) for found in names if found}
     versions = dict(sorted(versions.items()))
@@ -525,6 +530,7 @@ def measure_code(context: CheckContext) -> Facts:
     for path in training_classes(context.recipe).values() if context.recipe else ():
         files |= _module_digest(path)
     if git := shutil.which("git"):
+        # With `--dirty`, as equal commits with different changes are not the same code.
         command = [git, "describe", "--always", "--dirty", "--abbrev=12"]
         done = subprocess.run(  # noqa: S603 - fixed arguments
             command, capture_output=True, text=True, check=False, timeout=_GIT_SECONDS

@@ -71,6 +71,7 @@ def _judge_catalog(name: str, seen: FactsByNode) -> CheckResult:
     compared = ("fingerprint", "clips", "sampled files")
     same = {node: {k: each[k] for k in compared} for node, each in seen.items() if "clips" in each}
     result.add(same_everywhere(f"dataset {name}", same, "error", _DATASET_ADVICE))
+    # Another mount is no fault if the files are the same, so it is listed without a finding.
     mounts = {node: {"filesystem": each["filesystem"]} for node, each in seen.items()}
     result.differences += same_everywhere(f"dataset {name}", mounts, "note", "").differences
     speeds = {node: each["read"] for node, each in seen.items() if each.get("read")}
@@ -253,6 +254,7 @@ def leave_token(context: CheckContext, created: list[Path]) -> None:
     folder = context.recipe.out.absolute()
     created += [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
+    # fsync: NFS sends a file to its server at close or fsync, and other nodes read it from there.
     with _token_path(context).open("w") as file:
         file.write(context.token)
         file.flush()
@@ -263,6 +265,7 @@ def remove_token(context: CheckContext, created: list[Path]) -> None:
     """Remove, on rank 0, this preflight's files and the folders that were created for them."""
     if context.recipe is None or not context.process.is_first:
         return
+    # With a pattern, as a rank that was killed may have left its own file.
     with suppress(OSError):
         for path in context.recipe.out.glob(f"{_token_path(context).name}*"):
             path.unlink(missing_ok=True)
@@ -338,6 +341,7 @@ def _seconds_until_seen(path: Path, token: str) -> float | None:
         with suppress(OSError):
             if path.read_text() == token:
                 return waited
+        # Without the folder itself, waiting is in vain: it is not shared.
         if not path.parent.is_dir():
             return None
         time.sleep(_POLL_SECONDS)
@@ -361,6 +365,7 @@ def measure_disk_speed(context: CheckContext) -> Facts:
     rank = context.process.rank
     path = context.recipe.out / f".longtake_preflight_{context.token}_speed_{rank}"
     try:
+        # A small write first, so that the large one takes about a second on any disk.
         probe = write_sync_seconds(path, _PROBE_BYTES)
         num_bytes = int(min(_MAX_WRITE_BYTES, _WRITE_SECONDS / probe * _PROBE_BYTES))
         write = num_bytes / 1e6 / write_sync_seconds(path, num_bytes)

@@ -289,6 +289,7 @@ def outliers_of(
 
 
 def median_of(values: Iterable[float], worse: Literal["lower", "higher"] = "lower") -> float:
+    # Of two values the median is the better one: with their mean neither could be far from it.
     return median_high(values) if worse == "lower" else median_low(values)
 
 

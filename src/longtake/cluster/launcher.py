@@ -83,14 +83,17 @@ def launch(options: LaunchOptions, console: Console) -> int:
     Raises:
         LostPeerError: the other nodes did not come to the rendezvous, or have ended the launch.
     """
+    # The ranks inherit this process's environment, and torch reads its settings from it.
     os.environ.update(
         process.environment(**_ENVIRONMENT), **{LAUNCH_VARIABLE: secrets.token_hex(8)}
     )
     if options.endpoint:
         console.print(_WARNING.format(options.endpoint), markup=False)
     else:
+        # On one node no other machine has to reach the ranks.
         for name in _INTERFACES:
             os.environ.setdefault(name, _LOOPBACK_INTERFACE)
+    # torch logs lines of its own about each failed rank, beside the message printed here.
     for name in logging.root.manager.loggerDict:
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -101,6 +104,7 @@ def launch(options: LaunchOptions, console: Console) -> int:
             try:
                 result = agent.run()
             finally:
+                # Also if `run` raises: a rendezvous that others have closed is then no error.
                 ended = agent.ended
         if result is not None and not result.is_failed():
             return 0
@@ -187,6 +191,7 @@ class RankLogs(LogsSpecs):
         super().__init__()
         self._node = node
         self._shows_first = tee
+        # A copy of stderr, as in a rank number 2 is its log; a watcher writes its sentences here.
         self._terminal = process.duplicate(2)
         self.paths: dict[int, Path] = {}
 
@@ -216,11 +221,12 @@ class RankLogs(LogsSpecs):
 
 
 def _last_line(log: Path, code: int) -> str:
-    """Return the last line that a process printed; empty after SIGKILL, which leaves none."""
+    """Return the last line of a rank's log; empty after SIGKILL, which leaves no message."""
     if code == -signal.SIGKILL:
         return ""
     try:
         with log.open("rb") as file:
+            # Only the end: a log of weeks may have gigabytes.
             file.seek(max(0, log.stat().st_size - _LAST_BYTES))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:
@@ -322,6 +328,7 @@ class LaunchStop(process.StopSignal):
 
     def begin(self, pids: Iterable[int]) -> None:
         self._ranks = list(pids)
+        # A signal that came while the ranks were started.
         if self.first_signal is not None:
             _send_signal(self._ranks, self.first_signal)
 
@@ -343,7 +350,7 @@ class LaunchStop(process.StopSignal):
 
 @dataclass(frozen=True)
 class RanksExit:
-    """The end of a node's ranks if not all had exit code 0."""
+    """The end of a node's ranks of which at least one had another exit code than 0."""
 
     code: int  # exit code of the launcher, unless the ranks are restarted
     # stopped: by a signal; mistake: a restart would end the same way; crashed: a restart may help
@@ -362,6 +369,8 @@ def classify_exit(
         logs: log file of each rank.
     """
     stops = [code for code in codes.values() if code in _STOP_CODES]
+    # A recorded reason comes before exit codes: ranks that lost the one with the mistake have
+    # other codes.
     if found and found[0].kind == "error":
         return RanksExit(_USER_ERROR, "mistake", str(found[0]))
     if _USER_ERROR in codes.values() and not found:
@@ -463,6 +472,7 @@ class Agent(LocalElasticAgent):
         # Torch kills all other ranks as soon as it sees one fail. So failed children are found
         # here first, without reaping them, and the restart is decided before torch monitors.
         if codes := _failed_codes(ranks):
+            # The codes are read again, without those of ranks that were killed here for being late.
             killed = self._let_others_end(codes, ranks)
             codes |= {pid: code for pid, code in _failed_codes(ranks).items() if pid not in killed}
             by_rank = {ranks[pid]: self._as_stop_code(code) for pid, code in codes.items()}
@@ -483,6 +493,7 @@ class Agent(LocalElasticAgent):
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         """Stop ranks before a restart; those that are saving get more time than others."""
         pids = [worker.id for worker in worker_group.workers if worker.id]
+        # Torch's own method would kill ranks 30 s after SIGTERM, even while they save.
         _send_signal(pids, signal.SIGTERM)
         left, seconds = _wait_for_end(pids, _STOP_SECONDS), _STOP_SECONDS
         while seconds < _SAVE_SECONDS and any(
@@ -511,6 +522,7 @@ class Agent(LocalElasticAgent):
         }
         for heartbeat in self._heartbeats(codes):
             code = codes[heartbeat.pid]
+            # The rank itself has recorded more than an exit code says.
             if heartbeat.pid in known or heartbeat.phase == "ended":
                 continue
             line = _last_line(self._logs.paths[ranks[heartbeat.pid]], code)
@@ -532,12 +544,15 @@ class Agent(LocalElasticAgent):
     def _decide_restarts(self, ended: RanksExit) -> None:
         """Set the number of restarts that are left; a new checkpoint resets it."""
         newest, is_requested = self._newest_checkpoint(), self._stop.first_signal is not None
+        # Counted since the last checkpoint: a run of weeks may have many restarts, and a crash
+        # loop ends.
         if newest != self._newest:
             self._newest, self._remaining_restarts = newest, self._options.max_restarts
         if is_requested or ended.kind == "mistake":
             self._remaining_restarts = 0
         elif ended.kind == "stopped":  # another node was signalled; elastic launches continue
             is_elastic = self._options.is_elastic
+            # One more, as torch counts this restart, which no crash has caused.
             self._remaining_restarts = self._options.max_restarts + 1 if is_elastic else 0
         if ended.kind == "crashed" and not is_requested:
             left, allowed = self._remaining_restarts, self._options.max_restarts

@@ -75,6 +75,7 @@ def preflight_over_ssh(
         )
     ssh = _ssh_command(options)
     ask = _on_node([sys.executable, "-P", "-c", _ASK], {})
+    # Every node is asked for a free port, which also shows that Python and longtake start there.
     answers = _run_on_all(ssh, dict.fromkeys(nodes, ask), _ASK_SECONDS)
     there = [node for node in nodes if answers[node].status == 0]
     found = []
@@ -141,6 +142,7 @@ def _end_with_stdin() -> None:
 
 
 def _kill_own_group() -> NoReturn:
+    # The group of another program, such as a test's, must not be killed.
     is_own = os.getpgrp() == os.getpid()
     os.kill(-os.getpid() if is_own else os.getpid(), signal.SIGKILL)
     raise SystemExit(1)  # not reached
@@ -220,6 +222,7 @@ def _run_on_all(
     end = time.monotonic() + seconds
     try:
         while (now := time.monotonic()) < end:
+            # After one failure the others wait for it in vain, so they have seconds left.
             statuses = [each.process.poll() for each in running.values()]
             if None not in statuses:
                 break
@@ -233,6 +236,7 @@ def _run_on_all(
 
 
 def _start(command: Sequence[str]) -> _RemoteCommand:
+    # Files and not pipes, which nobody would read while many commands run.
     out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=error)  # noqa: S603 - ssh, by its path
     return _RemoteCommand(process, out, error)

@@ -99,6 +99,7 @@ def preflight(
     context = _context(rendezvous, path, changes)
     measured, created = _Measured(), list[Path]()
     silent, not_writable = list[findings.Finding](), list[findings.Finding]()
+    # The token is removed even if a process is silent, and after a signal.
     try:
         if context.process.is_first:
             not_writable = _leave_token(context, created)
@@ -114,6 +115,7 @@ def preflight(
         result = findings.CheckResult(skipped=list(measured.skipped))
         for check in measured.checks:
             result.add(measured.judge(check))
+        # The check itself may have found the same, and says more.
         if not any(each.check == _RUN_DIRECTORY for each in result.findings):
             result.findings += not_writable
         result.findings += silent
@@ -144,6 +146,8 @@ def _context(
         except errors.LongtakeError as error:
             if process.world_size == 1:
                 raise
+            # With several processes all take part in the exchange below, and the report names
+            # the nodes that cannot read the recipe.
             problem = str(error)
     hosts, ranks = rendezvous.from_first("nodes", topology.group_by_node(rendezvous.came))
     own = next(each for each in ranks if process.rank in each)
@@ -177,6 +181,7 @@ def _measure_all(
     rendezvous: Rendezvous, context: findings.CheckContext, measured: _Measured
 ) -> None:
     """Measure all stages into `measured`; after SilentProcessError it has the earlier stages."""
+    # Checks that need no connection come first: they explain why a connection fails.
     for stage in _stages([check for check in CHECKS if check.when != "connected"]):
         _measure_stage(stage, rendezvous, context, measured)
     if rendezvous.store is None:
@@ -266,6 +271,7 @@ def measure_within(
         except Exception as error:  # one check must not hide the others
             box.append({"failed": f"{type(error).__name__}: {first_line(error)}"})
 
+    # A daemon, as a thread that hangs in the kernel cannot be ended.
     thread = threading.Thread(target=measure, name=check.name, daemon=True)
     thread.start()
     thread.join(seconds)

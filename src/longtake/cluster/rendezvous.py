@@ -27,11 +27,11 @@ _MARGIN_SECONDS = 10.0
 _POLL_SECONDS = 1.0
 """Longest wait inside of torch, during which Python handles no signal."""
 _MAX_NAMED = 8
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that wait at once, as all processes come at the same time
 
 
 class SilentProcessError(LongtakeError):
-    """Processes did not answer in time.
+    """Error about processes that did not answer in time.
 
     Attributes:
         silent: silent ranks and the check that each was doing, or "" for a rank that never came.
@@ -112,6 +112,7 @@ class Rendezvous:
             return
         self.from_first("end", True)
         self.store.set(f"preflight/bye/{self.process.rank}", "")
+        # The store ends with its process, so that one leaves last.
         if self.process.serves_store:
             end = time.monotonic() + _GOODBYE_SECONDS
             for rank in range(self.process.world_size):
@@ -119,6 +120,7 @@ class Rendezvous:
 
     def _collect(self, name: str) -> tuple[dict[int, Any], dict[int, str]]:
         assert self.store is not None
+        # One limit for all: a key that is there already is found even after the end.
         end = time.monotonic() + self.seconds
         found, silent = {}, {}
         for rank in range(self.process.world_size):

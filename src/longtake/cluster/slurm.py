@@ -69,6 +69,7 @@ class BatchJob:
             LongtakeError: a flag or name has control characters.
         """
         recipe = self.launch.path.absolute()
+        # A line break in a comment or a directive would end it, and begin a command.
         names = f"{recipe}{self.run_path}{self.python}{self.launch.begin_from}"
         if printable(names) != names:
             raise errors.LongtakeError(
@@ -132,6 +133,7 @@ class BatchJob:
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 - ours
         if done.returncode:
             raise errors.LongtakeError(f"Slurm refuses {self.path}: {done.stderr.strip()}")
+        # --parsable prints `number;cluster` on a federation of clusters.
         return done.stdout.strip().partition(";")[0]
 
     def _flags(self) -> dict[str, str]:
@@ -149,6 +151,7 @@ class BatchJob:
         }
         flags |= {"time": slurm.time} if slurm.time else {}
         flags |= {} if slurm.gpus is None else {"gpus-per-node": str(slurm.gpus)}
+        # `mem=0` requests all of a node's memory; `exclusive` alone may leave the default limit.
         whole = {"exclusive": "", "mem": "0"}
         flags |= whole if slurm.cpus is None else {"cpus-per-task": str(slurm.cpus)}
         for flag in slurm.flags:

@@ -60,6 +60,7 @@ def find_process(environment: Mapping[str, str] | None = None) -> ProcessInfo:
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
             return _started_by_torchrun(env)
+        # A batch script has SLURM_PROCID, too, but no other processes that it could wait for.
         if "SLURM_STEP_ID" in env and int(env.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
             return _started_by_slurm(env)
     except (KeyError, ValueError) as error:
@@ -90,6 +91,7 @@ def _started_by_torchrun(env: Mapping[str, str]) -> ProcessInfo:
 
 def _started_by_slurm(env: Mapping[str, str]) -> ProcessInfo:
     rank, hosts = int(env["SLURM_PROCID"]), tuple(expand_hosts(env["SLURM_STEP_NODELIST"]))
+    # Two jobs on a node must not meet at one port, and all tasks know the job's number.
     port = FIRST_PORT + int(env.get("SLURM_JOB_ID", "0")) % NUM_PORTS
     first = hosts[0] if len(hosts) > 1 else _LOOPBACK  # which no other machine can reach
     return ProcessInfo(
