@@ -25,8 +25,8 @@ STEP_SECONDS = 1e-3
 """Smallest step that is detected; several readings of the clocks differ by less."""
 SLEW_PPM = 200.0
 """Drift from which the clock counts as slewed: an oscillator's error is below 100 ppm."""
-_SLEW_OVER_PPM = 100.0
-_SLEW_SECONDS, _SLEW_SPANS = 5.0, 3
+_SLEW_OVER_PPM = 100.0  # below SLEW_PPM, so that a rate near it does not come and go
+_SLEW_SECONDS, _SLEW_SPANS = 5.0, 3  # a slew is reported after three spans in one direction
 _NUM_READINGS = 5
 _SECOND_LOOK_SECONDS = 0.02
 
@@ -77,6 +77,7 @@ def read_clocks() -> Clocks:
 
 def _reading() -> tuple[int, Clocks]:
     gettime = time.clock_gettime_ns
+    # The system time is read between two readings of each other clock, whose middle is its moment.
     monotonic, raw = gettime(time.CLOCK_BOOTTIME), gettime(time.CLOCK_MONOTONIC_RAW)
     real = gettime(time.CLOCK_REALTIME)
     raw_after, width = gettime(time.CLOCK_MONOTONIC_RAW), gettime(time.CLOCK_BOOTTIME) - monotonic
@@ -140,11 +141,13 @@ class Clock(HealthProbe):
         threading.Event().wait(_SECOND_LOOK_SECONDS)
         later = read_clocks()
         rate = (later.offset_ns - now.offset_ns) / max(1, later.monotonic_ns - now.monotonic_ns)
-        is_drift = SLEW_PPM * 1e-6 < abs(rate) < 1  # noise; and steps while we look
+        # A lower rate is noise, and a higher one another step during the pause.
+        is_drift = SLEW_PPM * 1e-6 < abs(rate) < 1
         drift = rate * (now.monotonic_ns - self._last.monotonic_ns)
         return change - int(drift) if is_drift else change
 
     def _point(self, now: Clocks, stepped_ns: int) -> tuple[int, int]:
+        # Steps are subtracted, as a step would look like a large slew.
         return now.raw_ns, now.real_ns - stepped_ns - now.raw_ns
 
     def _look_for_slew(self, now: Clocks) -> None:
@@ -168,8 +171,8 @@ class Clock(HealthProbe):
 
 # --- Programs that set the clock.
 
-_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000
-_NOMINAL_TICK = 10_000
+_STA_UNSYNC, _STA_NANO = 0x0040, 0x2000  # from linux/timex.h
+_NOMINAL_TICK = 10_000  # microseconds, at the 100 ticks per second of user space
 _ERROR = -1
 
 
@@ -210,6 +213,7 @@ class KernelClock(HealthProbe):
         timex = _Timex(modes=0)
         if self._adjtimex is None or self._adjtimex(ctypes.byref(timex)) == _ERROR:
             return {}
+        # adjtimex(2): the unit of `offset` is set by a bit of `status`.
         of_one = 1e-9 if timex.status & _STA_NANO else 1e-6
         # Coarse corrections change the length of a tick, fine ones `freq`, in 2**-16 ppm.
         ticks_ppm = (timex.tick - _NOMINAL_TICK) * 1e6 / _NOMINAL_TICK
@@ -252,6 +256,7 @@ class Chrony(HealthProbe):
         """Return chronyd's numbers, at most a minute old; none without it. It may take 5 s."""
         now = time.monotonic()
         if self._is_installed and now - self._asked >= _CHRONYC_EVERY_SECONDS:
+            # Emptied before, so that numbers of a chronyd that no longer answers are not returned.
             self._asked, self._found = now, {}
             with suppress(OSError, subprocess.SubprocessError):
                 line = subprocess.check_output(  # noqa: S603 - the program's name is ours

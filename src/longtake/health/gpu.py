@@ -11,8 +11,8 @@ from typing import Any
 from longtake.health.system import HealthProbe, Numbers, Rates
 
 _XID_LINE = re.compile(r"NVRM: Xid \(PCI:([0-9a-fA-F]+:[0-9a-fA-F]+:[0-9a-fA-F]+)[^)]*\): (\d+)")
-_RECORD_BYTES = 8192
-_MAX_RECORDS = 10_000
+_RECORD_BYTES = 8192  # of /dev/kmsg: a shorter buffer gives EINVAL for a long record
+_MAX_RECORDS = 10_000  # in one sample, so that a log that is flooded cannot hold it up
 _NVLINK_ERRORS = (0, 1, 2, 3)  # nvmlNvLinkErrorCounter_t: replay, recovery, CRC of flits and data
 PciAddress = tuple[int, int, int]
 """PCI address of a GPU: domain, bus and device."""
@@ -123,6 +123,7 @@ class GpuProbe(HealthProbe):
 
 def _driver() -> Any:
     """Import and initialise pynvml; None: there is no driver."""
+    # The library comes with the driver: without it pynvml is not even imported.
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:
@@ -181,6 +182,7 @@ def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
             for kind in _NVLINK_ERRORS:
                 with suppress(nvml.NVMLError):  # the GPU has fewer links, or this one is off
                     counts.append(nvml.nvmlDeviceGetNvLinkErrorCounter(gpu, link, kind))
+        # A GPU without NVLink has no number, instead of 0 errors.
         if not counts:
             raise nvml.NVMLError(nvml.NVML_ERROR_NOT_SUPPORTED)
         return float(sum(counts))
@@ -229,6 +231,7 @@ class KernelLog:
 
     def __init__(self, path: Path = Path("/dev/kmsg")) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        # Errors from before the run are not its own.
         os.lseek(self._file, 0, os.SEEK_END)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:

@@ -161,6 +161,8 @@ _HEADER = struct.Struct("=IHHII")
 _REQUEST = struct.Struct("=BBBBI48s")
 _FOUND = struct.Struct("=BBBB2H16s16sI8s5I")
 _ATTRIBUTE = struct.Struct("=HH")
+# Offsets in struct tcp_info: tcpi_retransmits, tcpi_last_ack_recv, tcpi_bytes_acked,
+# tcpi_busy_time (and tcpi_rwnd_limited after it), and the end of these.
 _RETRIES_AT, _SINCE_ACK_AT, _ACKED_AT, _BUSY_AT, _MIN_BYTES = 2, 56, 120, 168, 184
 _ADDRESS_BYTES = {socket.AF_INET: 4, socket.AF_INET6: 16}
 _ANSWER_BYTES = 2**16
@@ -186,6 +188,7 @@ def connections_of(pids: Iterable[int]) -> list[TcpConnection]:
 
     Processes of other users, and families that the kernel does not report, are left out.
     """
+    # sock_diag does not tell the process of a connection, but the inode of its socket.
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     if not inodes:
         return []
@@ -199,6 +202,7 @@ def connections_of(pids: Iterable[int]) -> list[TcpConnection]:
 def _of_family(family: socket.AddressFamily) -> Iterator[TcpConnection]:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as netlink:
         netlink.settimeout(_NETLINK_SECONDS)
+        # The kernel filters by state: on a busy node most sockets are in others.
         what = _REQUEST.pack(family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, _ESTABLISHED, b"")
         length = _HEADER.size + len(what)
         netlink.sendall(_HEADER.pack(length, _BY_FAMILY, _REQUEST_DUMP, 1, 0) + what)
@@ -239,6 +243,7 @@ def _connection(message: bytes) -> TcpConnection | None:
 def _address(family: int, packed: bytes) -> str:
     known = socket.AddressFamily(family)
     text = socket.inet_ntop(known, packed[: _ADDRESS_BYTES[known]])
+    # A socket for both versions shows IPv4 addresses in IPv6 form; nodes publish the plain ones.
     return text.removeprefix(_IPV4_IN_IPV6)
 
 
@@ -285,6 +290,7 @@ class PeerConnections(HealthProbe):
     def __init__(self, pids: Callable[[], list[int]]) -> None:
         self._pids = pids
         self._hosts: Mapping[str, str] = {}
+        # By inode and peer, as the kernel gives the inode of a closed socket to another one.
         self._before: dict[tuple[int, str], TcpConnection] = {}
         self._sampled_at = time.monotonic()
         self.addresses: list[str] = []  # addresses of this node that its ranks use
@@ -302,6 +308,7 @@ class PeerConnections(HealthProbe):
         unanswered: Numbers = {}
         for each in found:
             name = f"{UNANSWERED}:{self._hosts.get(each.peer, each.peer)}"
+            # The time alone says nothing, as an idle connection has no acknowledgements either.
             is_unanswered = each.retries >= _UNANSWERED_RETRIES
             seconds = round(each.answered_seconds, 3) if is_unanswered else 0.0
             unanswered[name] = max(unanswered.get(name, 0.0), seconds)

@@ -63,6 +63,7 @@ class ThreadedProbe(HealthProbe):
             self._answered.clear()
             self._since = time.monotonic()
             self._asked.set()
+        # A probe that works answers within milliseconds, so its numbers are of this call.
         self._answered.wait(self._patience_seconds)
         # A sample that is late is returned by the next call; only one is ever under way.
         seconds = max(0.0, time.monotonic() - self._since)
@@ -85,6 +86,7 @@ class ThreadedProbe(HealthProbe):
                 self._found = self._probe.sample()
             except Exception:  # one failure must not end the probe for good
                 self._found = {}
+            # First the time, then the event: `sample` reads the time when the event wakes it.
             self._since = math.inf
             self._answered.set()
 
@@ -280,8 +282,10 @@ def disk_space(folder: Path) -> Numbers:
         found = os.statvfs(folder)
     except OSError:
         return {}
+    # f_bavail and not f_bfree, which includes blocks that are reserved for root.
     free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
     numbers = {"disk_free_bytes": float(free), "disk_size_bytes": float(size)}
+    # File systems that create inodes as needed (btrfs, many network disks) report 0.
     if found.f_files:
         numbers["disk_free_inodes"] = float(found.f_favail)
         numbers["disk_inodes"] = float(found.f_files)
