@@ -40,15 +40,15 @@ class RankFailure:
 
     rank: int
     world_size: int
-    launch: str  # as in its heartbeat; empty: it had not met the other ranks
+    launch: str  # identifier of the launch; empty: the rank had not met the other ranks
     pid: int
     step: int
     phase: str
     kind: FailureKind
     error: str  # one line
-    log: str = ""  # the file with its output; empty: wherever its launcher wrote it
+    log: str = ""  # file with the rank's output; empty: unknown
     host: str = ""
-    source: FailureSource = "rank"  # who recorded it; the others know more than the watcher
+    source: FailureSource = "rank"  # program that recorded it; a watcher knows the least
 
     def record(self, run: RunDirectory) -> None:
         """Append the failure to this node's events, ignoring OSError.
@@ -107,6 +107,7 @@ def failure_of(
 
 
 def error_line(error: BaseException) -> str:
+    # One line, and short: it has to fit into a heartbeat page and into one write of events.jsonl.
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     message = " ".join(lines)[:_MAX_CHARS]
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
@@ -191,6 +192,7 @@ def _on_silent_node(
     """
     beats = {h: each for h, each in node_heartbeats(run).items() if each.get("launch") == launch}
     silent = [h for h, each in beats.items() if h in before and not has_beaten(before[h], each)]
+    # A watcher that has ended with its ranks is silent, too, and nothing is lost.
     lost = [h for h in silent if not beats[h].get("ended") and beats[h].get("ranks")]
     if not lost or len(silent) == len(beats):
         return None

@@ -67,10 +67,10 @@ PHASE_WORDS: Mapping[str, str] = {
 """Description of a rank's phase for messages; `{step}` stands for its global step."""
 
 STORE_WAIT = " (waiting for its store: "  # in the clip's path
-_MAGIC = 0x4C54_4842_0004  # the last digits are the format's number
+_MAGIC = 0x4C54_4842_0004  # "LTHB" and the format's number: pages of other versions are ignored
 _SIZE = 4096
 _DETAIL_BYTES, _CLIP_BYTES, _ERROR_BYTES = 128, 896, 512
-_READ_ATTEMPTS = 100
+_READ_ATTEMPTS = 100  # a write takes microseconds, so a few are enough unless the writer stands
 _SETTLING_STEPS = 5  # first steps of a launch, slow by compilation and allocation
 _SETTLING_STEPS_OF_SHAPE = 2
 _PREFIX = "longtake-"
@@ -147,15 +147,15 @@ class Heartbeat:
     step: int  # global step; for a decode worker, the number of windows begun
     steps_done: int  # in this launch
     phase: Phase
-    seconds: float  # in the phase, when the page was read
+    seconds: float  # time in the phase when the page was read
     detail: str  # shape of a rank's clips; identity of the clip that is decoded
     path_of_clip: str  # empty: none
-    is_settled: bool  # past its first steps and familiar with the shape: durations mean something
+    is_settled: bool  # past its first steps, and those of its shape: durations are representative
     timings: Mapping[Phase, PhaseTiming]
     work_seconds: float  # own work of its steps since it has settled, without waiting
     work_count: int  # steps in `work_seconds`
     given: str = ""  # the file that a decode worker's parent waits for; empty: none
-    error: str = ""  # why a rank ends, in one line; empty: it does not, or cannot say so
+    error: str = ""  # error by which a rank ends, in one line; empty: it has recorded none
 
     @property
     def is_alive(self) -> bool:
@@ -193,12 +193,13 @@ class HeartbeatWriter:
         self._shapes: dict[str, int] = {}
         self._steps_since_rollback = 0
         self._launch_ns: dict[Phase, int] = {}
+        # Private memory until `_share` succeeds, so that every method works without a folder, too.
         self._page = HeartbeatPage.from_buffer(mmap.mmap(-1, _SIZE))
         page = self._page
         page.magic, page.pid, page.started = _MAGIC, pid, process.start_ticks(pid) or 0
         page.role, page.rank, page.local_rank = ROLES.index(role), rank, local_rank
         page.world_size, page.since_ns = world_size, time.monotonic_ns()
-        page.is_settled = role != "rank"
+        page.is_settled = role != "rank"  # only ranks have steps that compile
         self._share()
 
     @property
@@ -267,7 +268,7 @@ class HeartbeatWriter:
 
     def set_launch(self, launch: str) -> None:
         with self._writing() as page:
-            page.launch = launch.encode()[:8]
+            page.launch = launch.encode()[:8]  # and a zero: ctypes reads up to the first
 
     def set_error(self, error: str) -> None:
         with self._writing() as page:
@@ -278,6 +279,7 @@ class HeartbeatWriter:
             self._add_duration(phase, int(seconds * 1e9))
 
     def count_from_process_start(self) -> None:
+        # The interpreter and the imports ran before this page existed, and belong to the start.
         age = int(process.age_seconds(self._page.pid) * 1e9)
         self._launch_ns["start"] = age - (time.monotonic_ns() - self._page.since_ns)
 
@@ -338,6 +340,7 @@ class HeartbeatWriter:
         timing.total_ns += nanoseconds
 
     def _add_launch_time(self, now: int) -> None:
+        # After the first step the launch is over, and later phases are not part of it.
         if not self._page.steps_done:
             before = self._launch_ns.get(self.phase, 0)
             self._launch_ns[self.phase] = before + now - self._page.since_ns
@@ -431,7 +434,8 @@ class GivenClip:
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
     """Read a page; None: it is missing, belongs to another user or has another format."""
-    # O_NOFOLLOW and O_NONBLOCK: another user may have put a link or a pipe here.
+    # Another user may have put a link or a pipe here: O_NOFOLLOW refuses the one, and O_NONBLOCK
+    # keeps the other from blocking this process.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError, ValueError, LookupError), os.fdopen(os.open(path, flags), "rb") as file:
         if os.fstat(file.fileno()).st_uid != os.getuid():

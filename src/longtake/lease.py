@@ -86,6 +86,7 @@ class Lease:
     record: dict[str, Any]
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _moved: float = field(default_factory=time.monotonic)
+    # Unlike `_moved` by CLOCK_BOOTTIME: other machines count on while this one is suspended.
     _renewed: float = field(default_factory=boot_seconds)
 
     @property
@@ -99,6 +100,7 @@ class Lease:
             OSError: the lease's file cannot be written.
         """
         with self._lock:
+            # A thread that renews may come just after `end`, and must not undo it.
             if self.record["ended"] is None:
                 self._write(beat=self.record["beat"] + 1, **facts)
                 self._renewed = boot_seconds()
@@ -183,6 +185,7 @@ class Leases:
         before = self._seen.setdefault(path, (beat, at))
         if before[0] != beat:
             self._seen[path] = before = (beat, at)
+        # The time that the holder promised, which may differ from this process's own.
         return at - before[1] > (record["seconds"] if record else self._seconds)
 
 
@@ -212,5 +215,6 @@ def _read(path: Path) -> LeaseRecord | None:
 
 
 def _count(folder: Path) -> int:
+    # One listing, then the first free number: looking up each name asks a network disk each time.
     names = {path.name for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
     return next(number for number in count() if f"{number}.json" not in names)

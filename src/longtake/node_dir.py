@@ -93,6 +93,7 @@ class _Thread(TypedDict):
     frames: list[_Frame]
 
 
+# Threads are checked, and returned as they are: pydantic would make a copy of every frame.
 _THREADS = TypeAdapter(list[_Thread])
 
 
@@ -152,7 +153,7 @@ class NodeDump(TypedDict):
 
 @fsio.with_other_fields
 class StallAlarm(TypedDict):
-    """The process whose phase exceeded its limit: its heartbeat, and the limit in seconds."""
+    """The alarm of a stall: heartbeat of the process whose phase exceeded its limit (seconds)."""
 
     role: Literal["rank", "decode"]
     pid: fsio.Count
@@ -231,6 +232,7 @@ class NodeDirectory:
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        # Without fsync: the file is replaced every second, and one that is lost is written again.
         with (
             fsio.atomic_write(self.heartbeat_path) as aside,
             aside.open("x", encoding="utf-8") as file,
@@ -305,7 +307,7 @@ def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
 
 
 def _in_order(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield a node's events with a sort key that never decreases.
+    """Yield the events of one file, each with a sort key that never decreases.
 
     The key is the latest time so far: a clock that is set back must not reorder the events of one
     node, and `heapq.merge` needs sorted input.
@@ -321,7 +323,7 @@ _FRESH_SECONDS = 60.0
 
 
 class _Turn(TypedDict):
-    """An event that begins or ends a launch."""
+    """Event that begins or ends a launch of a run."""
 
     time: fsio.Time
     event: Literal["launched", "resumed", "finished", "interrupted", "diverged"]
@@ -354,6 +356,7 @@ def state(run: RunDirectory) -> RunState:
             times.append(path.stat().st_mtime)
     silent = max(0.0, time.time() - max(times)) if times else None
     holder = lease.newest(run.lease_path)
+    # The newest of all files, as each may be old in a run that lives, such as metrics at a save.
     is_fresh = silent is not None and silent <= (holder["seconds"] if holder else _FRESH_SECONDS)
     if holder is None:  # a mirror, or a run that nobody has begun to train
         ended = _how_it_ended(run)
@@ -369,6 +372,7 @@ def state(run: RunDirectory) -> RunState:
 
 def _how_it_ended(run: RunDirectory) -> StateKind:
     found = fsio.read_last_record(run.events_path, _Turn)
+    # An event of a launch that has not ended, and whose process is gone.
     if found is None or found["event"] == "launched" or found["event"] == "resumed":
         return "dead"
     return found["event"]
@@ -378,6 +382,7 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
     """Return True if the launch's newest stall was not cleared and no later step was done."""
     stall: dict[str, Any] | None = None
     found = (node.events() for node in all_nodes(run))
+    # By time over all nodes: another node than the one that reported a stall may clear it.
     for event in merge(*found, key=lambda event: str(event["time"])):
         if event["event"] == "stalled" and str(event["time"]) > holder["time"]:
             stall = event

@@ -75,7 +75,10 @@ def add_to(text: str, events: Sequence[NodeEvent]) -> str:
 
 
 def of_node(node: NodeDirectory, heartbeat: Mapping[str, Any] | None = None) -> list[NodeEvent]:
-    """Return all events of a node's clock, links and GPUs, oldest first; unreadable: none."""
+    """Return all events of a node's clock, links and GPUs, oldest first.
+
+    The result is empty if the node's file of events cannot be read.
+    """
     events: list[dict[str, Any]] = []
     with suppress(errors.RecordError):
         events = node.events()
@@ -84,6 +87,7 @@ def of_node(node: NodeDirectory, heartbeat: Mapping[str, Any] | None = None) -> 
     # Convert each time to the clock as it is now, by adding the clock's later steps.
     later = [sum(steps) - before for before in accumulate(steps)]
     wall = (heartbeat or node.read_heartbeat()).get("wall")
+    # Now, by the node's own clock: the clock of the machine that reads may differ.
     end = max([*times[-1:], *([float(wall)] if wall is not None else [])], default=time.time())
     ages = [max(0.0, end - at - shift) for at, shift in zip(times, later, strict=True)]
     return list(_begun(node.host, events, ages))
@@ -106,6 +110,7 @@ def _begun(
             size, way = abs(seconds), "back" if seconds < 0 else "forward"
             amount = f"{size:.3f} s" if size >= 1 else f"{size * 1e3:.3g} ms"
             text = f"the clock was set {way} by {amount}"
+            # Once, at the newest step: the text describes all of them.
             if age == stepped[-1]:
                 text += _period_text(stepped)
             yield NodeEvent(host, kind, kind, text, age, is_over=True, time=str(event["time"]))
@@ -117,6 +122,7 @@ def _begun(
             yield from (replace(lasting.pop(key), is_over=True, end=end) for key in ended)
         for key, text in still.items():
             new = NodeEvent(host, kind, key, text, age, is_over=False, time=str(event["time"]))
+            # A condition that is reported again keeps its beginning, and gets the newest text.
             old = lasting.get(key, new)
             lasting[key] = replace(new, seconds_ago=old.seconds_ago, time=old.time)
     yield from lasting.values()
@@ -124,6 +130,7 @@ def _begun(
 
 def _period_text(ages: Sequence[float]) -> str:
     """Name the interval of a clock's last steps if it is regular: a cron job sets the clock."""
+    # Ages of the last steps, oldest first.
     gaps = [older - newer for older, newer in pairwise(ages[-_STEPS_OF_A_PERIOD:])]
     if len(gaps) + 1 < _STEPS_OF_A_PERIOD:
         return ""

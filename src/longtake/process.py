@@ -91,10 +91,12 @@ def command(name: str = "longtake") -> str:
 
 
 def program(module: str, *arguments: str) -> list[str]:
+    # -P: Python would look for modules in the working directory first, where any file may be.
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def environment(**changes: str) -> dict[str, str]:
+    # This process may have found longtake by sys.path, which child processes do not inherit.
     paths = [str(_PACKAGES), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **changes}
 
@@ -149,6 +151,7 @@ def code_digest(*folders: str) -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(path for folder in folders for path in (package / folder).rglob("*.py")):
+        # With the names, as a file that was renamed is other code.
         digest.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 
@@ -251,6 +254,7 @@ class KeptProcess:
         A program that is stopped by SIGSTOP cannot end by itself and is killed; with
         `until_success`, it is then started one last time.
         """
+        # The lock: `_keep` must not start another process between the look and the end.
         with self._lock:
             stat = None if self._process is None else read_stat(self._process.pid)
             if self._process is not None and stat is not None and stat.state == "T":
@@ -291,6 +295,7 @@ class KeptProcess:
         poll.register(beats, select.POLLIN)
         while process.poll() is None:
             if poll.poll(_BEAT_LOOK_SECONDS * 1000):
+                # The end of the pipe: the process, and all that inherited the pipe, have ended.
                 if not os.read(beats, 4096):
                     break
                 silent = 0.0
@@ -331,6 +336,7 @@ class KeptProcess:
                 os.close(beats)
                 raise
             finally:
+                # The child has its own copies. A copy of the pipe here would hide the child's end.
                 for each in (log, *inherited.values()):
                     os.close(each)
             self._close_pipe()
@@ -448,6 +454,7 @@ class StopSignal:
         poll = select.poll()
         poll.register(self._pipe[0], select.POLLIN)
         while (left := min(end, self._due) - time.monotonic()) > 0:
+            # Rounded up: a wait of 0 ms would make this loop busy in the last millisecond.
             if poll.poll(math.ceil(1000 * left)):
                 os.read(self._pipe[0], 64)
         return self.wanted
@@ -467,7 +474,7 @@ class StopSignal:
                 self._before[number] = signal.signal(number, self._receive)
         if self.answer is not None:
             received, written = os.pipe2(os.O_CLOEXEC)
-            os.set_blocking(written, False)
+            os.set_blocking(written, False)  # set_wakeup_fd requires it
             self._wakeups = signal.set_wakeup_fd(written, warn_on_full_buffer=False), written
             threading.Thread(
                 target=self._answer_all, args=(received,), name="signals", daemon=True
@@ -493,6 +500,7 @@ class StopSignal:
     def _receive(self, number: int, frame: FrameType | None) -> None:
         received, is_first = signal.Signals(number), not self.is_requested
         self.request(received.name, self.patience_seconds.get(received, 0.0))
+        # From the handler itself, as a second signal may come at any moment.
         if is_first and self.second == "default":
             for each in self.signals:
                 if each in self._before:
@@ -543,6 +551,7 @@ def leave_on_signals() -> Iterator[None]:
     block ends.
     """
     before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    # A signal that the process was started to ignore stays ignored: Ctrl-C for a background job.
     before = {number: was for number, was in before.items() if was != signal.SIG_IGN}
     for number in before:
         signal.signal(number, _leave)
@@ -589,7 +598,8 @@ def read_stat(pid: int) -> ProcessStat | None:
     """Read /proc/<pid>/stat; None: the process does not exist."""
     with suppress(OSError, ValueError, IndexError):
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        before, _, after = text.rpartition(")")  # the name, in parentheses, may hold anything
+        # The name, in parentheses, may itself contain blanks and parentheses.
+        before, _, after = text.rpartition(")")
         fields = after.split()
         cpu_seconds = (int(fields[11]) + int(fields[12])) / _TICKS_PER_SECOND
         name = before.partition("(")[2]
@@ -667,6 +677,7 @@ def keep_freed_memory() -> bool:
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if is_users_choice or mallopt is None:
         return False
+    # Setting either switches off glibc's dynamic threshold, mallopt(3), so both are set.
     kept = mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), mallopt(_TRIM_THRESHOLD, _NEVER)
     return all(kept)
 

@@ -38,8 +38,10 @@ Stack = tuple[Call, ...]
 
 _SET_PTRACER, _ANYONE = 0x59616D61, ctypes.c_ulong(-1)  # from linux/prctl.h
 _NATIVE_SECONDS, _OTHER_SECONDS = 4.0, 2.0
-_STOPPED = ("T", "t", "D")  # py-spy would wait for them to stop, which they cannot
+# py-spy pauses a process by ptrace and waits for it to stop; these would never answer.
+_STOPPED = ("T", "t", "D")
 _NATIVE, _NONBLOCKING, _PLAIN = ("--native",), ("--nonblocking",), ()
+# Few for C calls: py-spy needs some 300 MB for each process that uses torch.
 _NUM_THREADS, _NUM_NATIVE_THREADS = 2 * (os.cpu_count() or 1), max(2, (os.cpu_count() or 1) // 2)
 _KILL_SECONDS = 1.0  # py-spy may itself wait for the device that the process waits for
 _SIGNAL_SECONDS, _POLL_SECONDS = 1.0, 0.05
@@ -112,7 +114,6 @@ def enable_stack_dumps(file: Path | None = None) -> None:
         OSError: the file cannot be written.
     """
     global _dump_file
-    # The new file is registered before the old one is closed: faulthandler writes to a number.
     ctypes.CDLL(None).prctl(_SET_PTRACER, _ANYONE)
     if not faulthandler.is_enabled():
         faulthandler.enable()
@@ -123,6 +124,8 @@ def enable_stack_dumps(file: Path | None = None) -> None:
         file.unlink(missing_ok=True)
         opened = file.open("x")  # not through a link
         faulthandler.register(SIGNAL, opened)
+    # The new file is registered before the old one is closed: faulthandler keeps the number of a
+    # descriptor, which a file opened later may get.
     before, _dump_file = _dump_file, opened
     if before is not None:
         before.close()
@@ -231,6 +234,7 @@ def _by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[Thread
     command = [program, "dump", "--json", *options, "--pid", str(pid)]
     try:
         found = json.loads(_output_of(command, seconds))
+        # On Linux the main thread's id is the pid. A stable sort keeps the order of the others.
         found.sort(key=lambda each: each["os_thread_id"] != pid)
         threads = tuple(map(_thread_stack, found))
     except subprocess.TimeoutExpired:
@@ -280,6 +284,7 @@ def _by_signal(pid: int, file: Path) -> str:
     caught = re.search(r"^SigCgt:\s+(\w+)", _read(f"/proc/{pid}/status"), re.MULTILINE)
     if not caught or not int(caught[1], 16) >> (SIGNAL - 1) & 1:
         return ""
+    # The file keeps earlier dumps: only what is added now is this one's.
     before = _read(file)
     try:
         os.kill(pid, SIGNAL)
@@ -364,12 +369,12 @@ def parents() -> dict[int, int]:
 def descendants(
     pid: int, known: Mapping[int, int] | None = None, without: Collection[int] = ()
 ) -> list[int]:
-    """A process's children, theirs, and so on; parents before their children.
+    """Return the pids of all descendants of a process, parents before their children.
 
     Args:
         pid: the process, which is not in the result.
-        known: what `parents` returned; None: it is called.
-        without: processes that are left out with all that they started.
+        known: result of `parents`; None: it is called.
+        without: processes that are left out with all their descendants.
     """
     children: dict[int, list[int]] = defaultdict(list)
     for child, parent in sorted((parents() if known is None else known).items()):
