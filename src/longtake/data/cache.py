@@ -281,15 +281,19 @@ class CachedBuffer:
         self._filled: list[_Content | None] = [None] * num_places
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
+        """Start to read the entries of a sample for a place of the batch."""
         self._pending[place] = self.source.threads.submit(self.source.content, clip, window)
 
     def wait(self, place: int) -> None:
+        """Wait for the sample of a place; raise ClipError if it cannot be read."""
         self._filled[place] = self._pending.pop(place).result()
 
     def copy(self, source: int, place: int) -> None:
+        """Fill a place with the sample of another place."""
         self._filled[place] = self._filled[source]
 
     def fields(self) -> dict[str, Any]:
+        """Return the fields of `Batch` that hold tensors; every place must be filled."""
         contents = [each for each in self._filled if each is not None]
         assert len(contents) == len(self._filled)
         no_captions = [each.no_caption for each in contents]
@@ -369,6 +373,8 @@ class ContentHashes:
         with self._lock:
             self._known[path] = stamp, content
             with suppress(OSError):  # on failure, a later process reads the file again
+                # Made at the first hash only: to look into a cache that does not exist leaves
+                # nothing behind.
                 if not self._mine.exists():
                     claim_folder(self._folder.parent, [self._folder.name])
                     make_writable(self._folder)

@@ -247,6 +247,7 @@ def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None)
 
 
 def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
+    """Return a schema with a float64 column added for each attribute."""
     for name in names:
         schema = schema.append(pa.field(ATTRIBUTE + name, pa.float64()))
     return schema
@@ -589,6 +590,7 @@ class StoredCatalog:
                 yield Catalog(table.slice(0, num_clips).drop_columns(["reason"]), nothing)
 
     def set_aside(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of rejected files and further copies, with the names of `ASIDE_SCHEMA`."""
         for table in self._groups():
             yield from (
                 table.slice(table["reason"].null_count).select(ASIDE_SCHEMA.names).to_pylist()

@@ -104,6 +104,7 @@ class ConditioningNumbers:
 
 ConditioningInput = ConditioningPixels | ConditioningNumbers
 Wanted = Window | ConditioningInput
+"""Anything that a worker reads for a sample: a window of the clip, or a further input."""
 
 
 def conditioning_path(clip_path: str, pattern: str) -> str:
@@ -235,6 +236,7 @@ def whole_numbers(clip: Clip, section: ConditioningSection) -> ConditioningNumbe
 
 
 def conditioning_error(window: Window, name: str, error: ClipError) -> ClipError:
+    """Return the error of a further input as one of its clip, which is then quarantined."""
     return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
 
 
@@ -445,6 +447,7 @@ def _read_numbers(media: Media) -> NDArray[np.float64]:
         known = ", ".join(NUMBERS_SUFFIXES)
         raise ClipError(str(media), f"ends in {suffix or 'nothing'}; expected {known}")
     if media.is_remote:
+        # Measured first, as an object is fetched whole.
         media = stores.measured(media)
         if (media.num_bytes or 0) > _MAX_NUMBERS_BYTES:
             raise ClipError(str(media), f"has more than {_MAX_NUMBERS_BYTES:,} bytes")

@@ -70,6 +70,7 @@ def memory_limited(memory_gib: float) -> Iterator[None]:
     # The limit is on the total, so what the process already has is added.
     soft = pages * os.sysconf("SC_PAGE_SIZE") + int(memory_gib * 2**30)
     soft = soft if hard == resource.RLIM_INFINITY else min(soft, hard)
+    # Not RLIMIT_AS, which counts mapped files, shared memory and reserved addresses too.
     resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     try:
         with pixels_limited(memory_gib):

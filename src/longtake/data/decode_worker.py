@@ -156,6 +156,7 @@ def main() -> None:
     with connection, suppress(EOFError, ConnectionError):
         task = pickle.loads(connection.recv_bytes())  # noqa: S301 - sent by our parent
         client = stores.StoreClient(task.store, task.memory_gib, task.examples)
+        # Until then the pool waits longer, as imports and the unpickling of the task take time.
         connection.send(("ready", None))
         for number in count(1):
             if page:
@@ -206,6 +207,7 @@ def _reply(
             shared = mmap.mmap(memory, int(np.prod(item.shape)))
             out = np.frombuffer(shared, np.uint8).reshape(item.shape)
             task.do(item, progress, out)  # type: ignore[call-arg]
+    # Before ClipError, of which these are kinds: a refused item is not tried a second time.
     except stores.ASKED_ENOUGH as error:
         return "refused", error
     except errors.ClipError as error:
@@ -225,6 +227,7 @@ def _read_twice(
     with pixels_limited(client.memory_gib), stores.using(client):
         try:
             return read(wanted, out)
+        # As in the pool: after these errors a second try is useless.
         except stores.ASKED_ENOUGH:
             raise
         except errors.ClipError:

@@ -36,6 +36,7 @@ class FrameCache:
     contents: dict[Wanted, Pixels] = field(default_factory=dict)
 
     def keep(self, wanted: Wanted, pixels: Pixels) -> None:
+        """Keep a copy of what was read, if there is room."""
         if wanted not in self.contents and pixels.nbytes <= self.room_bytes:
             self.room_bytes -= pixels.nbytes
             # A view would keep the whole batch in memory.
@@ -98,6 +99,7 @@ class PixelBuffer:
         self._pending: dict[int, _PendingPixels] = {}
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
+        """Start to decode a clip and its further inputs into a place of the batch."""
         data = self.source.data
         requested = {"": self._request(window, self._videos[place])}
         for name, wanted in conditioning_of(clip, window, data.conditioning).items():
@@ -120,6 +122,7 @@ class PixelBuffer:
         return all(each.done() and each.exception() is None for each in futures)
 
     def wait(self, place: int) -> None:
+        """Wait for the sample of a place; raise ClipError if a part of it cannot be read."""
         window, is_kept, requested = self._pending[place]
         errors = []
         for name, (wanted, future) in requested.items():  # all: a worker may still write to each
@@ -134,9 +137,11 @@ class PixelBuffer:
             raise errors[0]
 
     def copy(self, source: int, place: int) -> None:
+        """Fill a place with the sample of another place."""
         for pixels in (self._videos, *self._inputs.values()):
             pixels[place] = pixels[source]
 
     def fields(self) -> dict[str, Any]:
+        """Return the fields of `Batch` that hold tensors; every place must be filled."""
         inputs = {name: torch.from_numpy(each) for name, each in self._inputs.items()}
         return {"videos": torch.from_numpy(self._videos), "inputs": inputs}

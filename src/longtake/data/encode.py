@@ -280,6 +280,7 @@ def scaled_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> tu
 
 
 def _even(length: float, limit: int) -> int:
+    # 1e-6: a rounding error of the scale must not add two pixels.
     return max(2, min(2 * math.ceil(length / 2 - 1e-6), limit - limit % 2))
 
 

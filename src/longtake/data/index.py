@@ -176,6 +176,7 @@ def _entries_of(
 
 
 def stamp_text(stamp: catalog.Stamp) -> str:
+    """Return a stamp as text, as databases and journals keep it for comparison."""
     return f"{stamp.num_bytes} {stamp.mtime_ns}"
 
 

@@ -329,6 +329,7 @@ def _number(folder: Path) -> int:
 
 
 def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a launch.json with the hash of all other keys as `checksum`."""
     others = {name: value for name, value in facts.items() if name != "checksum"}
     text = json.dumps(others, sort_keys=True, separators=(",", ":"))
     return {**others, "checksum": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}

@@ -108,6 +108,7 @@ class Stream:
         return None if last is None else self.starts[-1] + last
 
     def batch(self, index: int) -> tuple[Part, order.BatchIndex]:
+        """Return the part that a batch of this stream belongs to, and its clips there."""
         place = bisect_right(self.starts, index) - 1
         part = self.parts[place]
         return part, part.epoch_span.batch(index - self.starts[place])
@@ -366,6 +367,7 @@ def stage_length(stage: StagePlan) -> int | None:
     """Return the number of steps of a stage; None if it is endless."""
     if stage.section.steps is not None:
         return stage.section.steps
+    # Epochs of the catalogs of a mixture end at different steps, so it has no length of its own.
     return stage.streams[0].num_batches if len(stage.streams) == 1 else None
 
 

@@ -470,6 +470,7 @@ def keep_catalogs(plan_history: PlanHistory, catalogs: Mapping[str, Catalog], fo
     needed = [*catalogs.values(), *(part.catalog for part in parts)]
     for catalog in {id(catalog): catalog for catalog in needed}.values():
         path = folder / f"{edition(catalog)}.parquet"
+        # The name is a hash of clips and attributes, so an existing file has the same.
         if not path.exists():
             catalog.save(path)
 

@@ -174,7 +174,8 @@ def _hardest(
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
     count = round(share * len(rows)) or int(len(rows) > 1)  # at least one, if there are two clips
-    # Unknown scores count as the easiest, so they are dropped last.
+    # Unknown scores count as the easiest, so they are dropped last. A stable sort gives the same
+    # clips on every machine, also where many scores are equal.
     order = np.argsort(np.nan_to_num(difficulty, nan=-np.inf), kind="stable")
     is_hardest[order[len(rows) - count :]] = True
     return is_hardest

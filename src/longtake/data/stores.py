@@ -578,6 +578,7 @@ class StoreFile(io.RawIOBase):
 
 
 def open_object(media: Media) -> io.BufferedReader:
+    """Open an object of known size as a file that reads by requests, such as a large tar."""
     return io.BufferedReader(StoreFile(media), 2**18)
 
 

@@ -197,6 +197,8 @@ class WorkerPool(Generic[Item, Result]):
         self._supervisor.join()
         with self._lock:
             if self._wake >= 0:
+                # Under the lock: `_stop` must not write to a number that another file may have by
+                # then.
                 os.close(self._wake)
             self._wake = -1
 

@@ -62,6 +62,7 @@ def write_report(
         for is_held_out, name in PRESETS.items():
             _keep_videos(run, sampler, name, [x for x in shown if x.is_held_out == is_held_out])
         fsio.write_json(run.path / "summary.json", summary)
+        # Last, as the pages show what was written above.
         write_pages(run.path, run.path / _REPORT)
     except OSError as error:
         raise errors.RunError(f"{run.path} cannot be written: {error.strerror}.") from error
@@ -94,6 +95,7 @@ def _share(verdicts: Iterable[bool]) -> float:
 
 def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
     """Return one video of each held-out caption, and of some trained captions."""
+    # Reversed, as the last video of a caption stays in the dictionary: that is the first one then.
     first = {one.caption: one for one in reversed(videos)}.values()
     held_out = [one for one in first if one.is_held_out][::-1]
     trained = [one for one in first if not one.is_held_out][::-1]

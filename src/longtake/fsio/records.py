@@ -137,6 +137,7 @@ def read_lines(path: Path, max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[byt
 
 
 def note_skipped_lines(path: Path, num_skipped: int) -> None:
+    """Record the number of lines of a file that were not records, for `skipped_lines`."""
     _num_skipped[path] = num_skipped
 
 

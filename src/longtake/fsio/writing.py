@@ -84,6 +84,7 @@ def write_json(path: Path, record: Mapping[str, Any], *, by_many: bool = False) 
 
 
 def write_text(path: Path, text: str, *, by_many: bool = False) -> None:
+    """Write a text file that is on disk before it has its name; see `atomic_write`."""
     with atomic_write(path, by_many=by_many) as partial:
         _write_durably(partial, text, path)
 
