@@ -36,13 +36,12 @@ class EpochAudit:
     source: str
     seen: int  # number of trained samples
     repeated: int  # number of samples whose clip had been trained before in this epoch
-    missing: (
-        int  # clips that should have been trained by now, and were neither trained nor rejected
-    )
+    # Number of clips that should have been trained by now, and were neither trained nor rejected.
+    missing: int
     rejected: int  # number of clips that could not be decoded
     skipped: int  # number of clips in batches that were skipped on purpose
     unplanned: int  # number of samples that should not have been trained in this epoch
-    is_over: bool  # whether the whole epoch should have been trained by now
+    is_over: bool  # True if the whole epoch should have been trained by now
     examples: tuple[str, ...]  # short identities of repeated, missing or unplanned clips
 
     @property
@@ -150,7 +149,7 @@ def _exclude_skipped(
     spans: Sequence[Span],
     end_step: int,
 ) -> int:
-    """Note the clips of skipped steps in their epochs, and return the number of these steps."""
+    """Record the clips of skipped steps for their epochs, and return the number of such steps."""
     num_skipped = 0
     for step in (step for first, end in spans for step in range(first, min(end, end_step))):
         plan_end = plan_history.plan_at(step).end_step

@@ -28,7 +28,7 @@ _LEAST_AREA = 0.9  # share of the budget to use, unless no shape comes near to i
 def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
     """Return a recipe with `data.buckets`: its own, the run's, or chosen from the catalogs.
 
-    With `shown` they are chosen from this catalog, in place of the recipe's only one.
+    With `shown` the buckets are chosen from that catalog, in place of the recipe's only one.
 
     Raises:
         DataError: a catalog cannot be read, or no clip would go to any bucket.

@@ -37,7 +37,7 @@ _MAX_ROWS_ON_HEAP = 2**18  # one megabyte; larger arrays are mapped from a file
 
 @dataclass(frozen=True)
 class SharedClips:
-    """Clips that several buckets share: each epoch, each of these buckets gets another part."""
+    """Clips that several buckets share; in each epoch, every bucket gets a different part."""
 
     rows: Rows
     weights: tuple[float, ...]  # share that each bucket gets; they sum to 1

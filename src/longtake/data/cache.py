@@ -45,7 +45,7 @@ from longtake.fsio import claim_folder, make_writable, read_records, remove_tree
 # Files that killed processes left behind are removed when they are this old.
 _OLD_SECONDS = 24 * 3600
 _LEFT_BEHIND = re.compile(r"(parts|sign)-[0-9a-f]{16}|\.[0-9a-f]{16}\.partial\.safetensors")
-_THREADS = 4
+_THREADS = 4  # threads that read entries for batches
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class CacheItem(NamedTuple):
     sources: tuple[str, ...] = ()  # names of the recipe's sources that contain the clip
 
     def item(self) -> "CacheItem":
-        """Return this item, as `_Row.item` does."""
+        """Return this clip and shape; `_Row` has the same method, which reads the clip first."""
         return self
 
     def parts(self, cache: Cache, window: Window) -> list[SamplePart]:
@@ -98,7 +98,7 @@ class Missing:
 
 @dataclass
 class CacheReport:
-    """Result of filling a cache, of one process or of all together."""
+    """Result of filling a cache, by one process or by all processes together."""
 
     present: Counter[str] = field(default_factory=Counter)  # existing entries, by kind
     computed: Counter[str] = field(default_factory=Counter)  # computed entries, by kind
@@ -453,7 +453,7 @@ def _finish(
                 continue
             if part.made == "values":
                 values = torch.from_numpy(as_values(part.reads[name], read[name]))
-                # Of equal frames only one is stored: a mask, or a picture, for the whole clip.
+                # Only one of equal frames is stored, such as a picture for the whole clip.
                 is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
                 tensors = {"values": values[:, :1] if is_same else values}
             else:

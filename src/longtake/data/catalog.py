@@ -371,7 +371,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All clips, sorted by identity without duplicates, and the files that were left out."""
+    """Clips sorted by identity, without duplicates, and the files that were left out."""
 
     # One row for each clip: the fields of `Clip` as columns, with `media` and `timing` flattened,
     # and each attribute as a column `attributes.<name>`.

@@ -35,7 +35,7 @@ _MAX_PATHS = 2**20  # upper limit of paths to choose them from; larger catalogs 
 _MASKS_READ = 256  # number of mask files read by `plain_masks`
 _NUMBERS_READ = 64  # number of files of numbers read from each part of a plan
 _EXAMPLES = 3
-_THREADS = 16
+_THREADS = 16  # threads that wait for network disks
 
 
 def check_data(

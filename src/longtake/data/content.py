@@ -61,6 +61,7 @@ def known_hash(
         version = version_of(media.file.stat())
     key = media.file, media.offset, media.num_bytes, version
     if key not in _hashes:
+        # The record is of whole files, so a member of a tar is hashed here.
         if hash_of_file and media.num_bytes is None:
             found = hash_of_file(media.path)
         else:

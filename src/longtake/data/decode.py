@@ -546,9 +546,8 @@ def upright(picture: NDArray[np.uint8], rotation: int) -> NDArray[np.uint8]:
     return turned[:, ::-1] if rotation >= MIRRORED else turned
 
 
-_ROUNDED_RATIO = Fraction(
-    2, 100
-)  # FFmpeg names 224:225 where it has rounded a size to whole pixels
+# FFmpeg states a ratio such as 224:225 where it has rounded a size to whole pixels.
+_ROUNDED_RATIO = Fraction(2, 100)
 
 
 def square_size(media: Media, stream: VideoStream, frame: VideoFrame) -> tuple[int, int]:

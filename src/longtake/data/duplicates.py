@@ -21,7 +21,9 @@ from longtake.data.window import Crop, read_window
 from longtake.data.workers import ClipTask
 from longtake.errors import ClipError
 
-DISTANCE = 16  # bits of 256 in which two frames may differ; other signs in one place: 20 to 34
+# Bits of 256 in which two similar frames may differ. Clips of one person at one place with other
+# gestures of sign language differ in 20 to 34; see benchmarks/results/duplicates_and_cuts.md.
+DISTANCE = 16
 HASH_BYTES = 32
 
 _FREQUENCIES, _SIDE = 16, 32  # a frame of 32 x 32 pixels has 16 x 16 frequencies

@@ -21,7 +21,7 @@ from longtake.fsio import Count, append_json, read_records
 NAME = "inputs.jsonl"
 _MAX_FILES = 20_000
 _MAX_HASHED_BYTES = 8 * 2**30  # limit for all files together; of the rest only sizes count
-_THREADS = 16
+_THREADS = 16  # threads that hash files
 
 
 class _Line(TypedDict):

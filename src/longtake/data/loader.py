@@ -279,6 +279,7 @@ class Loader:
         with closing(prefetch):
             self._waiting = prefetch.waiting
             while end is None or self.step < end:
+                # Also drops the waiting batches if `skip` has left out the first of them meanwhile.
                 prefetch.fill(self.plan_history, self.skipped, self.step, end)
                 self.quarantine.refuse_too_many()
                 pending = prefetch.waiting.popleft()

@@ -159,7 +159,7 @@ def _joined(mentions: list[_Row]) -> _Row:
             f"{items[0].media} has two captions: {captions[0]!r:.200} and {captions[1]!r:.200}. "
             "A clip has one caption; correct one of the sources."
         )
-    # Of two values for one score, the source that was named last wins.
+    # If two sources give a score, the value of the later source counts.
     attributes = {name: value for item in items for name, value in item.attributes.items()}
     conditioning = {name: value for item in items for name, value in item.conditioning.items()}
     return _row_of(Item(items[-1].media, next(iter(captions), None), attributes, conditioning))

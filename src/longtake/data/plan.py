@@ -155,7 +155,7 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """All batches from one global step on, until the data or the recipe changes."""
+    """Batches of a run from one global step on, until the data or the recipe changes."""
 
     version: int  # number of earlier plans of the run
     first_step: int  # global step at which it begins

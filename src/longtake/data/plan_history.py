@@ -145,7 +145,7 @@ class LoaderState(TypedDict):
 
 @dataclass(frozen=True)
 class PlanHistory:
-    """All plans of a run, the newest last, with their records."""
+    """Plans that a run has followed, the newest last, with one record each."""
 
     plans: tuple[Plan, ...]
     history: tuple[PlanRecord, ...]  # one record for each plan

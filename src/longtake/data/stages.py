@@ -265,7 +265,7 @@ class StageTimeline:
         return None if last is None else self.borders[-1] + last
 
     def at(self, step: int) -> tuple[int, int]:
-        """Return the stage of a step, and the number of that stage's batches before it."""
+        """Return the stage of a step, and the number of its batches before the step."""
         return _advanced(self.taken(step), self.taken(step + 1))
 
     def taken(self, step: int) -> list[int]:

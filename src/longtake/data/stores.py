@@ -41,8 +41,8 @@ _FIRST_WAIT_SECONDS, _MAX_WAIT_SECONDS = 0.25, 5.0
 _POLL_SECONDS = 0.25
 _PARALLEL = 32  # number of parallel requests about objects
 _ASKED_AT_ONCE = 10_000  # number of objects held in memory while they are looked up
-_REFUSED = (401, 403)
-_MISSING = (404, 410)
+_REFUSED = (401, 403)  # HTTP statuses: unauthorized, forbidden
+_MISSING = (404, 410)  # HTTP statuses: not found, gone
 # Names of exceptions, as the clients that raise them may not be installed.
 _REFUSED_ERRORS = (
     "PermissionError",
@@ -372,7 +372,7 @@ class _Request:
         """Raise the error of a failed request if a retry is useless; else wait before the retry."""
         media, section = self._media, self._client.section
         status, name = _status_of(error), type(error).__name__
-        # All errors are raised `from None`: those of clients may show a signed address.
+        # Errors are raised `from None`, as those of clients may show a signed address.
         if (reason := _never_answered(error)) is not None:
             raise UnansweredError(str(media), reason) from None
         # Precondition failed: the ETag is another one.

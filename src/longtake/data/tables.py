@@ -339,7 +339,7 @@ def further_input(path: Path, row: int, column: str, value: object, at: str = ""
 
 
 def _read_csv(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
-    # All rows decide: one text in the last row makes a column that is no score.
+    # A column is a score only if all of its rows hold numbers, so a first pass reads all rows.
     other, known = set[str](), set[str]()  # names of columns with a text, and with a number
     for _, _, columns in _csv_columns(path):
         for name in filter(_may_be_score, columns.keys() - other):

@@ -1,8 +1,8 @@
 """Statistical tests for an upper tail that is far heavier than that of another sample.
 
 Means say little about tails: one clip in ten thousand can end a run and moves no mean. Two tests
-share `FALSE_ALARMS`; besides significance, both require a distance above `limit` standard
-deviations. Each is made at several levels, with Bonferroni's correction for their number:
+share `FALSE_ALARMS`; in addition, both require a distance above `limit` standard deviations. Each
+is made at several levels, with Bonferroni's correction for their number:
 
 1. By ranks, for any distribution, with r = 1, 2, 4, ... If both samples are alike, each of the
    largest values of both together belongs to `after` with probability q = m / (n + m). If j values
@@ -37,7 +37,7 @@ class TailExcess:
     """Large values of a sample that are too many in comparison with another sample."""
 
     count: int
-    least: float  # the smallest of these values
+    least: float  # smallest of the values that are counted
     expected: float  # expected number of such values, at most, if both samples were alike
     probability: float  # probability of this many, if both samples were alike
 

@@ -46,8 +46,7 @@ PROGRAM: tuple[str, ...] = ("longtake.data.decode_worker",)
 SILENCE_SECONDS = 60.0
 
 _START_SECONDS = 300.0  # importing from a cold network file system takes long
-# Time in which a killed process must be gone.
-_END_SECONDS = 2.0
+_END_SECONDS = 2.0  # time in which a killed process must be gone
 _MAX_FAILED_STARTS = 3  # consecutive failures after which the pool gives up
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

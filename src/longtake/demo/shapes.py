@@ -40,7 +40,7 @@ DIRECTIONS = {
     "up right": (1, -1),
 }
 
-# As multiples of the radius. With them, all shapes look about as large and stay in the picture.
+# Multiples of the radius, with which all shapes look about as large and stay in the picture.
 _SQUARE_HALF_SIDE = 0.9
 _TRIANGLE_INRADIUS = 0.66
 _CROSS_HALF_WIDTH = 0.36
@@ -70,7 +70,7 @@ class Combination:
 
 
 _WORLD = tuple(itertools.starmap(Combination, itertools.product(SHAPES, COLOURS, DIRECTIONS)))
-"""All combinations of shape, colour and direction."""
+"""Every combination of shape, colour and direction."""
 
 
 def parse_caption(caption: str) -> Combination:
