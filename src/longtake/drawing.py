@@ -95,6 +95,7 @@ class Grid:
         page = Image.new("RGB", self.size, PAPER)
         pen = ImageDraw.Draw(page)
         draw_text(pen, (_MARGIN, _MARGIN), self.title, TITLE_SIZE, INK)
+        # `_tops` has one more entry, the end of the last row.
         for index, (row, top) in enumerate(zip(self.rows, self._tops, strict=False)):
             if index:
                 rule = top - _ROW_GAP // 2

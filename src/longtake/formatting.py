@@ -112,6 +112,7 @@ def did_you_mean(
     likeness = {each: SequenceMatcher(None, name, each).ratio() for each in names}
     limit = max(_NEAR, max(likeness.values(), default=0) - _AS_NEAR)
     near = [each for each in names if likeness[each] >= limit]
+    # difflib sees little likeness between a short name and a long one that contains it.
     near = near or [each for each in names if len(name) >= _PART_LETTERS and name in each]
     if near:
         best = sorted(near, key=lambda each: -likeness[each])[:_MAX_NEAR]

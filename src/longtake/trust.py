@@ -33,7 +33,7 @@ class TrustError(errors.RunError):
 
 
 def run_around(path: Path) -> RunDirectory | None:
-    """Return the run directory that contains a path, links resolved; None: there is none."""
+    """Return the run directory that contains a path (links are resolved); None: no run does."""
     for folder in path.resolve().parents:
         if (folder / "recipe.toml").is_file() and any((folder / n).exists() for n in _OF_A_RUN):
             return RunDirectory(folder)

@@ -432,6 +432,7 @@ def _wrong_size(folder: Path, name: str, entry: FileEntry) -> str | None:
         return f"{name} is missing"
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
+    # Opening a named pipe would wait for a writer that never comes.
     if not stat.S_ISREG(status.st_mode):
         return f"{name} is no regular file"
     if status.st_size != entry["bytes"]:
@@ -443,6 +444,7 @@ def _wrong_size(folder: Path, name: str, entry: FileEntry) -> str | None:
 def _wrong_bytes(folder: Path, name: str, entry: FileEntry) -> str | None:
     try:
         with VerifiedFile(folder, name, entry) as file:
+            # Reading is enough: each block is compared as it is read.
             block = bytearray(BLOCK_BYTES)
             while file.readinto(block):
                 pass
@@ -542,6 +544,7 @@ def prune(
         needed=needed_steps(run),
         reach=reach,
     )
+    # Damaged ones have stayed until now, when there is a whole one.
     delete(folders[step] for step in sorted(gone))
     for step in unneeded:
         with suppress(OSError):

@@ -307,6 +307,7 @@ class Saver:
 
         Waits for a pending save first. A save that fails sets `failed`.
         """
+        # There is memory for one copy, and a pending save still reads it.
         self.wait()
         heartbeat.set_phase("checkpoint")
         self._begun = time.monotonic()
@@ -503,6 +504,7 @@ def write(
             lambda: _commit(aside, whole, trainer, described) if is_first else None, group
         )
     except (OSError, CheckpointException) as error:
+        # What a failed save has written must not occupy a full disk.
         if is_first:
             remove_tree(aside)
         raise errors.CheckpointError(_describe_loss(run, step, error)) from error

@@ -47,11 +47,11 @@ class Bucket(Section):
     or the training; useful for shapes with fewer tokens. It is split into as many micro-batches as
     the replaced batch size."""
     share: float | None = Field(None, gt=0, lt=1, repr=False)
-    """Fraction of the clips that fit this bucket but fit another one better which go to this bucket
-    in each epoch, different ones in each; the others go to the better one. A clip fits if it is
-    long enough, need not be enlarged and loses at most a tenth more of its picture than in the
-    better one. Shares of a clip that sum to more than 1 are scaled down to 1. Unset: each clip has
-    one bucket."""
+    """Fraction of clips to train in this bucket although they fit another bucket better; each epoch
+    chooses other clips, and the rest of them goes to the better bucket. Only clips that also fit
+    this bucket count: they are long enough, need not be enlarged and lose at most a tenth more of
+    their picture. Shares of a clip that sum to more than 1 are scaled down to 1. Unset: each clip
+    has one bucket."""
 
     @property
     def num_pixels(self) -> int:

@@ -116,7 +116,7 @@ def parse_value(text: str) -> object:
     """Parse a TOML value; text that is not TOML is a string, so a shell needs no nested quotes."""
     try:
         values = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # the text is no TOML, or too long to be a number
+    except (ValueError, RecursionError):  # not TOML, or a number of too many digits
         return text
     # A text with line breaks may set several keys; it is a TOML value only if nothing else is left.
     value: object = values.pop("value")
@@ -202,7 +202,7 @@ def _explain_unknown(location: str, parts: list[str]) -> str:
         ["trainable", "modules"],
     )
     if section[:2] in by_name:
-        section = section[:2]  # whatever the preset, the input, catalog or module is called
+        section = section[:2]  # without the name that the user chose
     known = _known_keys()
     inside = [key for key in known if key.split(".")[:-1] == section]
     # Prefer a similar key of the same section to an equal one elsewhere.

@@ -95,7 +95,7 @@ class ModelSection(Section):
 
 
 class ModuleSection(Section):
-    """A module of your own that is trained beside the model."""
+    """A module of your own that is trained together with the model."""
 
     module: str = Field(pattern=r"^[\w.]+:\w+$")
     """The module's class, such as "my_project.adapter:PoseAdapter", imported from the current

@@ -9,10 +9,10 @@ from longtake.config.recipe import Recipe
 
 MAY_CHANGE_ON_RESUME = (
     "out",  # a run directory may be moved
-    "data.catalog",  # what a catalog holds is compared by its own fingerprint
+    "data.catalog",  # its content is compared, by a fingerprint
     "data.catalogs",
-    "data.auto_buckets",  # what they chose is in data.buckets
-    "data.tokens_per_batch",  # as above
+    "data.auto_buckets",  # the chosen buckets are in data.buckets
+    "data.tokens_per_batch",  # the chosen batch sizes are in data.buckets
     "data.on_change",
     # These warn or refuse at the launch, and change no batch.
     "data.on_drift",

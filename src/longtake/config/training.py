@@ -166,7 +166,7 @@ class TrainingSection(Section):
     encode_ahead: bool | Literal["auto"] = "auto"
     """Without `data.cache`: encode the clips and captions of the next micro-batch on a separate
     CUDA stream while the model computes. Results are the same; it takes memory (`longtake plan`).
-    `auto`: if there is memory left beside the plan; never on a CPU."""
+    `auto`: if the memory plan leaves enough memory; never on a CPU."""
 
 
 class EmaProfile(Section):

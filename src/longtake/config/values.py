@@ -48,6 +48,8 @@ SectionName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$"), AfterValid
 
 
 class Section(BaseModel):
+    """Base class of a recipe's sections: immutable, with strict types and no unknown keys."""
+
     # Strict, so that caption_dropout = true is refused rather than read as 1.0.
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 

@@ -137,7 +137,7 @@ class ClipScore:
     As in Hessel et al., "CLIPScore: a reference-free evaluation metric for image captioning"
     (2021), without their factor of 2.5; mean over at most 8 evenly spaced frames. The environment
     variable LONGTAKE_CLIP names a `CLIPModel` of transformers with its processor: a folder, or an
-    id on the hub. It runs on the CPU, beside the work of the GPU.
+    id on the hub. It runs on the CPU.
     """
 
     name = "clip_score"
@@ -169,6 +169,7 @@ class ClipScore:
             count = min(_FRAMES, len(video))
             places = np.linspace(0, len(video) - 1, count).round().astype(int)
             frames = [video[place] for place in places]
+            # Truncated, because CLIP reads at most 77 tokens.
             inputs = self._processor(
                 text=[prompt], images=frames, return_tensors="pt", padding=True, truncation=True
             )

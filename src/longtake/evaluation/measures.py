@@ -180,6 +180,7 @@ def _flow(before: Pixels, after: Pixels) -> Flow:
     does not count as motion.
     """
     found: Flow = np.zeros((2, *before.shape), np.float32)
+    # A plain picture shows no motion, and its contrast could not be scaled to that of another.
     if min(before.std(), after.std()) < _LEAST_CONTRAST:
         return found
     alike = (after - after.mean()) * (before.std() / after.std()) + before.mean()
@@ -241,9 +242,9 @@ def _blurred(values: Pixels) -> Pixels:
 
 @dataclass(frozen=True)
 class Known:
-    """One built-in measure; `find` returns None if it is undefined, as motion of one frame is."""
+    """A built-in measure; `find` returns None where it is undefined (motion of one frame)."""
 
-    find: Callable[[Signals, float], float | None]  # of the statistics and frames per second
+    find: Callable[[Signals, float], float | None]  # called with statistics and frames per second
     unit: str
     floor: float  # least base of a relative change, and least margin of a range
     bad: Literal["up", "down", "both", "none"]  # directions of a change that are a failure
@@ -452,6 +453,7 @@ def find_drift(
             share, how = (ends[1] - ends[0]) / base(name, ends), "checkpoints on the whole"
             sigmas = trend_sigmas(trend) * (1 if share > 0 else -1)
             is_drift = sigmas >= _TREND_SIGMAS and abs(share) >= _TREND_CHANGE * change
+            # The comparison with training clips and the message below use both ends of the row.
             row = [ends[0], *trend[1:-1], ends[1]]
         is_drift = is_drift and MEASURES[name].bad in ("both", "up" if share > 0 else "down")
         if is_drift and reference is not None and name in reference.measures:

@@ -168,6 +168,7 @@ class MirrorFolder:
             with suppress(OSError):  # a full disk: the lease expires
                 lease.end("closed")
 
+        # Registered first, so that it is called last, when nothing renews the lease any more.
         until.callback(end)
         until.enter_context(kept(lease))
         return True
@@ -386,6 +387,7 @@ def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
     found = {}
     for folder, folders, names in os.walk(top):
         folders[:] = [name for name in folders if name != "claims" and name[0] != "."]
+        # The heartbeat changes each second, and would cause a push at each look.
         for path in (Path(folder) / name for name in names if name != "heartbeat.json"):
             with suppress(FileNotFoundError):  # superseded, or renamed, just now
                 found[path] = (path.stat().st_size, path.stat().st_mtime_ns)

@@ -29,7 +29,7 @@ _MAX_REMEMBERED = 1000
 
 @dataclass(frozen=True)
 class Backlog:
-    """A choice among the checkpoints that wait, as made by --backlog."""
+    """The choice of checkpoints to evaluate among those that wait (option --backlog)."""
 
     every: int | None = 1  # steps that are multiples of it; None: the newest step only
 

@@ -68,6 +68,7 @@ def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str,
         )
         server = EvaluationServer(options, evaluator, report, stop)
         server.serve()
+    # Among other runs that were evaluated, a refused one is only a reported problem.
     if report.untrusted is not None and not (server.evaluated or stop.reason):
         raise report.untrusted
     if not (options.waits or stop.reason or report.num_wrong or find_runs(options.places)):
@@ -127,6 +128,7 @@ class EvaluationServer:
         known, given = self._runs, (self.name, self._options, self._report)
         self._runs = {run: known.get(run) or PendingTasks(run, *given) for run in runs}
         with self._report.log_errors("trackers of runs"):
+            # The trackers of a mirrored run are written at its source.
             self._followers.serve([run for run, each in self._runs.items() if not each.is_mirror])
         self._keeper.publish(runs=tuple(self._runs.values()))
         if not runs and self._options.follows:
@@ -217,6 +219,7 @@ class EvaluationServer:
                     if alarm["kind"] == "drift":
                         pending.log("drift_alert", **task.facts, **alarm)
                 self._report.evaluated(task, scores)
+                # Else the source would get the result only after the next look at it.
                 self._mirror.push_soon()
             case "failed" | "damaged":
                 facts = {"reason": outcome.reason, "final": outcome.is_final}
@@ -225,6 +228,7 @@ class EvaluationServer:
                 self.failed.add(str(task))
                 self._report.remark(f"{task} failed: {outcome.reason}")
                 if outcome.how == "damaged":
+                    # It is tried again only when a file of the checkpoint changes.
                     pending.note_damage(task)
                 if outcome.is_hopeless_here:
                     pending.presets.refuse(task.preset)
@@ -240,7 +244,7 @@ class Turns:
     """Lets runs take turns of a few checkpoints, so that none waits until the others have ended."""
 
     def __init__(self) -> None:
-        self._steps: set[int] = set()  # of the present turn
+        self._steps: set[int] = set()  # evaluated in the present turn
         self._served: list[RunDirectory] = []  # the run whose turn it is comes last
 
     def note(self, task: claims.EvaluationTask) -> None:
@@ -263,7 +267,7 @@ class ServerSnapshot:
     """The state of a server that its loop publishes for the keeper."""
 
     runs: tuple[PendingTasks, ...] = ()
-    task: claims.EvaluationTask | None = None  # whose checkpoint is needed now
+    task: claims.EvaluationTask | None = None  # task whose checkpoint is needed now
     doing: Mapping[str, Any] | None = None
     ended: str | None = None  # when the server ended
 
@@ -486,7 +490,7 @@ class MirrorThread:
 
 
 def _lower_priority(device_type: str) -> None:
-    """Lower the priority on a CPU, to leave the cores to a training beside this process.
+    """Lower the priority on a CPU, to leave the cores to a training on this machine.
 
     Take half of the cores, because threads of a process of low priority spin while they wait for
     one of them that gets no core: on two cores that a training used as well, eight videos of the

@@ -92,7 +92,8 @@ class GoneError(RunError):
 _CONNECT_SECONDS = 10
 _SILENCE_SECONDS = 300
 _KEPT_CONNECTION_SECONDS = 300
-_MAX_SOCKET_LENGTH = 80  # of its path: Linux allows 107, and ssh appends to it while it connects
+# Linux allows 107 letters in the path of a socket, and ssh appends some while it connects.
+_MAX_SOCKET_LENGTH = 80
 _OPTIONS = (
     "-rs",  # recursive; no remote shell splits names
     "--partial-dir=.partial",  # inside each file's folder
@@ -182,6 +183,7 @@ class Rsync:
         if self._sockets is None:
             return
         if any(Path(self._sockets).glob("*")):
+            # rsync needs the brackets of an IPv6 address, and ssh knows none.
             host = self._address.host.replace("[", "").replace("]", "")
             # ssh keeps the shared connection in the background until it is told to end it.
             command = [*self._ssh_command(), "-O", "exit", "--", host]
@@ -192,6 +194,7 @@ class Rsync:
         self, how: list[str], source: str, target: str, rules: Rules, *, fetches: bool = False
     ) -> None:
         command = [self._program, *_OPTIONS, *how, "--", source, target]
+        # In English, since causes are recognised by words of the messages.
         environment = {"LC_ALL": "C", "RSYNC_RSH": shlex.join(self._ssh_command())}
         # stderr goes to a file: the ssh connection that is kept would keep a pipe open.
         with tempfile.TemporaryFile() as file:

@@ -467,6 +467,7 @@ def _rise(logs: Numbers) -> float:
 def _lowest_level(logs: Numbers) -> Numbers:
     """[_LEVEL_STEPS] Return the successive steps with the lowest median, before the recent ones."""
     past = logs[: len(logs) - _RECENT_STEPS]
+    # The steps that fill no level are cut off at the oldest end.
     levels = past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS)
     return np.asarray(levels[medians(levels.T).argmin()])
 

@@ -156,6 +156,7 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
     with pretrained.local_copies():
         if world.local_rank == 0:
             fetch(recipe, frozen_parts=frozen_parts)
+        # A barrier with the long timeout, since a download may take hours.
         collectives.gather_objects(None, world, patiently=True)
         if world.mesh is None:
             return

@@ -98,7 +98,7 @@ class Draw(NamedTuple):
 
 
 class SideStream:
-    """A second CUDA stream, beside the one on which the model computes."""
+    """A second CUDA stream, in addition to the one on which the model computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

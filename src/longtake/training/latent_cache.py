@@ -81,6 +81,7 @@ def cache_ahead(
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
     with _world(recipe, on) as world:
+        # As a single rank: `fill_cache` divides the entries, and not the batches, among ranks.
         loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
         first_does(
             lambda: checks.refuse_missing_conditioning(loader.plan_history.plan, recipe.data), world
@@ -405,6 +406,7 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def _quantization(section: TextSection | PooledSection) -> list[str]:
+    # Nothing without it, so that the names of older entries stay valid.
     return [] if section.quantize == "none" else [section.quantize]
 
 

@@ -1,7 +1,7 @@
 """The training loop: the order of a step's operations.
 
-A step has one collective beside those of the gradients (`reduce_statistics`), and the host waits
-for the device once, for the numbers that go into it. The exceptions, all of them:
+A step has one collective in addition to those of the gradients (`reduce_statistics`), and the host
+waits for the device once, for the numbers that go into it. The exceptions, all of them:
 
 - Ranks that share a batch's tokens compare it first (`begin_step`), and agree on what they encode
   ahead (`prepare_next`); both over the CPU.

@@ -39,8 +39,8 @@ _MEMORY_EVERY = 10  # steps between two queries of torch's allocator, which take
 class Recorder:
     """Writes metrics and events of a run's steps; on ranks other than 0 it writes nothing.
 
-    Two of its methods are for all ranks, though: `timed` may raise on each of them, and
-    `record_failures` is a collective that changes the quarantine of each.
+    All ranks must call `timed`, which may raise on each of them, and `record_failures`, a
+    collective that changes the quarantine of each.
 
     Args:
         session: the run's session.
@@ -167,6 +167,7 @@ class Recorder:
         if not self._world.is_first:
             return
         statistics, verdict = decision.statistics, decision.verdict
+        # With guard.mode = "report" the update was applied, in spite of the verdict.
         is_skipped = verdict.kind == "skip" and not decision.is_allowed
         self._run.append_event(
             "update_skipped" if is_skipped else "anomaly_detected",

@@ -231,6 +231,8 @@ def _choose_checkpoint(training: Training, decision: Decision) -> RollBack | str
 
     def plan() -> RollBack | str:
         steps = [step for step in run.checkpoint_steps() if _plan_version(run, step) == version]
+        # Version 0 is the data that the run began with. There a missing checkpoint is reported by
+        # `plan_rollback`.
         if version and not any(step <= verdict.began for step in steps):
             return _NO_CHECKPOINT_SINCE_CHANGE
         guard, before = training.guard, run.rollbacks()

@@ -142,6 +142,7 @@ def _record_failure(
     writer.set_error(text)  # for the watcher, and before the run's disk, which may hang
     if own is not None and run is not None and run.exists():
         kind: FailureKind = "error" if isinstance(error, errors.LongtakeError) else "exception"
+        # A link or GPU that has failed on this node may explain a failed collective.
         if isinstance(error, torch.distributed.DistError):
             text = node_events.add_to(text, node_events.recent(run, launch=own.launch))
         failure_of(own, kind, text).record(run)

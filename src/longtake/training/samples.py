@@ -74,6 +74,8 @@ class SharedSampler(Sampler):
         if self.world.mesh is None:
             return super().sample(requests, settings, bucket, on_step, decoding=decoding)
         work = _Work(tuple(requests), settings, bucket, decoding)
+        # With the long timeout: other ranks wait while rank 0 measures and writes the videos
+        # before.
         collectives.from_first(work, self.world, self.world.patient_group)
         videos = self.compute(work)
         if on_step is not None:

@@ -58,7 +58,7 @@ class SampleLosses:
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """[B] on the host; waits for the device unless `set_losses` was called."""
+        """[B] Losses on the host; waits for the device, unless `set_losses` was called."""
         return tuple(self.on_device.tolist())
 
     def set_losses(self, losses: Sequence[float]) -> None:

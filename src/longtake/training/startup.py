@@ -119,6 +119,8 @@ def _describe_clips(loader: Loader) -> str:
     """Count the clips and buckets of the remaining stages, in words."""
     parts = []
     for stage in loader.plan_history.plan.stages:
+        # The last part of a stream has its whole epochs; parts before it are rests of earlier
+        # plans.
         members = [stream.parts[-1].members for stream in stage.streams]
         num_buckets = len({shape for each in members for shape in each.shapes})
         clips = plural(sum(map(len, members)), "clip")

@@ -308,6 +308,7 @@ def _tensors(parts: Components) -> dict[str, torch.Tensor]:
         f"{type(module).__name__}: {name}": each
         for module in modules
         for name, each in (*module.named_parameters(), *module.named_buffers())
+        # With a cache, codec and text encoder are on the meta device.
         if not each.is_meta
     }
 
@@ -349,6 +350,7 @@ def _begin_ledger(session: Session, loader: Loader) -> Path:
         )
 
     first_does(begin, world)
+    # After rank 0 has recorded the digests of input files, which every rank compares.
     loader.keep_catalogs(writes=False)
     return from_first(made[0] if made else run.ledger_path, world)
 
@@ -363,6 +365,7 @@ def _train(built: BuiltRun, lease: Lease | None) -> TrainOutcome:
     if world.is_first:
         kind: EventKind = "interrupted" if ended.signal else "finished"
         run.append_event(kind, step=state.global_step, seconds=round(seconds, 3), by=ended.signal)
+    # From rank 0: the view that other nodes have of a shared disk may be older.
     rollbacks = len(from_first(run.rollbacks(), world))
     return TrainOutcome(start, state.global_step, seconds, ended.signal, rollbacks, run.path)
 
@@ -390,6 +393,8 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
             session.console.print(answer_to(received, living), highlight=False, markup=False)
 
     with (
+        # The saver is closed before the signal handler: a second Ctrl-C still ends a long last
+        # save.
         process.StopSignal(process.STOP_SIGNALS, second="interrupt", answer=answer) as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
