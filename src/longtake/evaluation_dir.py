@@ -77,9 +77,9 @@ class Scores(TypedDict):
     """The sampled weights: `model`, or `ema/` and the name of a profile."""
     time: fsio.Time
     server: str
-    """Name of the evaluation server, as below evaluations/servers/."""
+    """Name of the evaluation server, which is also that of its folder in evaluations/servers/."""
     settings: dict[str, Any]
-    """Settings as in preset.json, without the prompts."""
+    """The preset's settings, as preset.json holds them, without its prompts."""
     videos: list[VideoScores]
     measures: dict[str, float]
     """Mean of each measure over the videos."""
@@ -114,7 +114,7 @@ SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidato
 
 
 class Scene(NamedTuple):
-    """Prompt, seed and inputs of a video: the same for all checkpoints that sample it."""
+    """Prompt, seed and inputs of a sampled video, by which videos of checkpoints are compared."""
 
     prompt: str
     seed: int

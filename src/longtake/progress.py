@@ -143,7 +143,7 @@ def phase_lines(
 
 
 def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) -> str:
-    """Return the immediate answer to a stop signal: its effect, and the ranks it waits for."""
+    """Return the answer to a stop signal: its effect, and the ranks that it waits for."""
     groups: dict[str, list[heartbeat.Heartbeat]] = defaultdict(list)
     # Longest in its phase first: it is the likely reason for which the others wait.
     for each in sorted(ranks, key=lambda each: -each.seconds):

@@ -22,10 +22,10 @@ from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory, refuse_moved
 
 MIRROR_NOTE = Path(".source") / ".of.json"
-"""Path, in a folder of mirrors or in a mirrored run, of the note on the mirror's source."""
+"""Path of the note that names a mirror's source, in a folder of mirrors or a mirrored run."""
 _OF_A_RUN = ("run.json", "metrics.jsonl", "checkpoints")
 PLAIN: Final[Mapping[tuple[str, str], Any]] = {}
-"""Allowed names of a `RestrictedUnpickler` for containers, numbers and strings: none."""
+"""No allowed names: a `RestrictedUnpickler` then reads containers, numbers and strings only."""
 
 
 class TrustError(errors.RunError):

@@ -30,7 +30,7 @@ STALE_SECONDS = 900.0
 """Age, relative to the newest COMMITTED, at which a heartbeat of a dead server stops to count."""
 NOTHING_KNOWN: Final[Mapping[Path, str]] = MappingProxyType({})
 _DIGITS = 16
-"""Number of hexadecimal digits of a checksum."""
+"""Hexadecimal digits of a checksum in COMMITTED."""
 _BUFFER_BYTES = 2**16
 """Buffer that joins small writes: torch makes a dozen for each tensor."""
 _DROP_BYTES = 2**23
@@ -268,7 +268,7 @@ class VerifiedFile(io.RawIOBase):
 def find_damage(
     folder: Path, *, checksums: bool, within: str = "", share: tuple[int, int] = (0, 1)
 ) -> str | None:
-    """Find damage of a checkpoint's files; returns a sentence that names a file, or None.
+    """Return a sentence that names a damaged file of a checkpoint; None if no file is damaged.
 
     Args:
         folder: the checkpoint's folder.

@@ -368,7 +368,7 @@ class Saver:
         return path
 
     def _collect(self) -> None:
-        """Note how a save ended; only the saving thread may run at the same time."""
+        """Note the result of the pending save if it has ended; only one thread may call this."""
         if self._pending is None or not self._pending.done():
             return
         ended, self._pending = self._pending, None

@@ -47,7 +47,7 @@ class SampleEvaluator:
         progress: Progress,
         watch: "_Stopwatch | None" = None,
     ) -> evaluation_dir.Scores:
-        """Write the files of a result except scores.json to a folder; see `claims.Evaluate`."""
+        """Sample and measure a task's videos in a folder, and return the content of scores.json."""
         watch = watch or _Stopwatch()
         # First, as a measure that cannot be loaded must not cost an hour of sampling.
         extras = self.extras_of(task)
@@ -200,7 +200,7 @@ class CheckpointEvaluator:
     def __call__(
         self, task: EvaluationTask, folder: Path, progress: Progress
     ) -> evaluation_dir.Scores:
-        """Load a checkpoint and evaluate it; see `claims.Evaluate`."""
+        """Load a task's checkpoint and evaluate it, as `SampleEvaluator` does."""
         watch = _Stopwatch()
         progress("load", 0, 1)
         with watch.of("load"):
@@ -220,7 +220,7 @@ class CheckpointEvaluator:
         return self._loaded[1]
 
     def _loader_of(self, run: RunDirectory) -> SamplerLoader:
-        """Return the loader of this run and its current recipe; no other stays in memory."""
+        """Return the sampler loader of a run and its current recipe; no other stays in memory."""
         recipe = pending.target_version(run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             # Both are freed before the next model is loaded: two may not fit into memory.

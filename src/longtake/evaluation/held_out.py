@@ -161,7 +161,7 @@ def _encode(
 def _read_inputs(
     clip: Clip, bucket: Bucket, data: DataSection, device: torch.device
 ) -> tuple[Window, dict[str, Tensor]]:
-    """Return the window of a clip that is always the same, and its further inputs."""
+    """Return a clip's window, the same for each checkpoint, and the clip's further inputs."""
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     return window, {
         name: torch.from_numpy(as_values(wanted, read(wanted)))[None].to(device)
@@ -188,7 +188,7 @@ def _encode_pictures(
 def _losses(
     sampler: Sampler, batch: Sequence[Encoded], sigma: float, on_batch: Callable[[], None] | None
 ) -> list[float]:
-    """Return the loss of each clip of a batch, which is halved if memory is not enough."""
+    """Return the loss of each clip of a batch; the batch is halved if memory is not enough."""
     found = try_within_memory(_computed, sampler, batch, sigma)
     if found is None and len(batch) == 1:
         raise PlanError(

@@ -93,7 +93,7 @@ def _edges(luma: Pixels) -> float:
 
 
 def _reduced(luma: Pixels, reduction: int) -> Pixels:
-    """Return means of squares; what does not fill a square at the right and bottom is left out."""
+    """Return the mean of each square of pixels; incomplete squares at the edges are left out."""
     height, width = (side // reduction for side in luma.shape)
     whole = luma[: height * reduction, : width * reduction]
     rows = whole.reshape(height, reduction, -1).sum(axis=1)
@@ -124,7 +124,7 @@ _REACH = 4  # pairs on each side that count as around it
 
 
 def _cuts(signals: Signals, fps: float) -> float | None:
-    """Count the pairs of neighbouring frames with a cut between them, without a limit of length.
+    """Count the cuts of a video: pairs of neighbouring frames that show different shots.
 
     At a cut the picture changes by 20 grey levels at least, and by twice as much as between any
     other two neighbours within four frames: flicker, flashes, fades and lasting motion do
@@ -203,7 +203,7 @@ def _pyramid(*pictures: Pixels) -> list[tuple[Pixels, ...]]:
 
 
 def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
-    """Scale a flow of a coarser level to this one's pixels; one of this level is unchanged."""
+    """Enlarge a flow to the next finer level; a flow that has that shape is returned unchanged."""
     if found.shape[1:] == shape:
         return found
     sides = zip(shape, found.shape[1:], strict=True)
@@ -412,7 +412,7 @@ DRIFT_CHECKPOINTS = 4
 """An alarm is given when a measure rises (or falls) this many times in a row. As many first results
 are taken to show a model that learns."""
 DRIFT_CHANGE = 0.05
-"""Least total change for an alarm, as a share."""
+"""Least total change of a measure for an alarm, as a share of its `base`."""
 _TREND_CHECKPOINTS, _TREND_SIGMAS, _TREND_CHANGE = 8, 3.0, 4.0
 """Test of trend, for a measure that rises in steps or falls back now and then: least number of
 results, least distance from no trend in standard deviations, and multiple of `DRIFT_CHANGE`."""
@@ -512,7 +512,7 @@ def trend_sigmas(values: Sequence[float]) -> float:
 
 
 def base(name: str, row: Sequence[float]) -> float:
-    """Return the value of which a change is stated as a share.
+    """Return the value by which a change of a measure is divided, to state it as a share.
 
     It is the first value, or `floor` if that is more: near 0 any change would be a multiple.
     """

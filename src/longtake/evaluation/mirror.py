@@ -92,7 +92,7 @@ def marker_rules() -> transports.Rules:
 
 
 def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
-    """Return rules for what is mirrored except checkpoints and completion markers."""
+    """Return rules for the records of runs to mirror: no checkpoints, no completion markers."""
     rules = [_HIDDEN]
     for name, mirror in runs:
         top = f"/{transports.literal(name)}/" if name else "/"
@@ -105,7 +105,7 @@ def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
 
 
 def result_rules(evaluations: Path) -> transports.Rules:
-    """Return rules for what is pushed of evaluations, except scores.json and heartbeats."""
+    """Return rules for the evaluation files to push, without scores.json and heartbeats."""
     # A result without scores.json may still be in the making.
     halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
     names = [path.relative_to(evaluations).as_posix() for path in halves]
@@ -226,7 +226,7 @@ class Mirror:
         self._stack.callback(transport.close)
 
     def look(self) -> list[RemoteRun]:
-        """Mirror small files, and return the source's runs; none if another process mirrors."""
+        """Mirror the source's records, and return its runs; [] if another process mirrors."""
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():
@@ -275,7 +275,7 @@ class Mirror:
             self._pushed[run.mirror] = found
 
     def prune(self, mirror: RunDirectory, wanted: Collection[int]) -> list[int]:
-        """Delete a mirror's checkpoints but wanted, newest and needed ones; return their steps."""
+        """Delete all checkpoints but wanted, newest and needed ones; return the deleted steps."""
         steps = mirror.checkpoint_steps()
         with self._folder.writing():
             going = sorted({*steps} - {*wanted} - {max(steps, default=0)})
@@ -323,7 +323,7 @@ def needed_at_source(
     server: str,
     seconds: float = _HEARTBEAT_SECONDS,
 ) -> Iterator[None]:
-    """Need checkpoints at the source during the block, so that the training keeps them."""
+    """Keep the training at the source from deleting checkpoints while the block runs."""
 
     def renew() -> None:
         with suppress(RunError, OSError):  # the pull reports what is wrong
@@ -364,7 +364,7 @@ def _arriving(mirror: RunDirectory, step: int) -> Path:
 
 
 def _has_arrived(run: RemoteRun, step: int) -> bool:
-    """Return whether the mirror has the checkpoint that the source has of a step now."""
+    """Return whether the mirror's checkpoint of a step is the one that the source has now."""
     with suppress(OSError):
         there = read_regular(run.index.checkpoint_path(step) / _COMMITTED)
         return there == read_regular(run.mirror.checkpoint_path(step) / _COMMITTED)
@@ -383,7 +383,7 @@ def _is_incomplete(folder: Path) -> bool:
 
 
 def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
-    """Return size and modification time of each file that is worth a push."""
+    """Return size and modification time of each evaluation file that may have to be pushed."""
     found = {}
     for folder, folders, names in os.walk(top):
         folders[:] = [name for name in folders if name != "claims" and name[0] != "."]

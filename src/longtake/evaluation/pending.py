@@ -67,7 +67,7 @@ class StatCache:
 
 
 class RunEnd:
-    """Tells whether a run has ended by itself and was not resumed; no event is read twice."""
+    """Tells whether a run has ended and was not resumed; no event is read twice."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._events: fsio.Tail[dict[str, Any]] = fsio.Tail(run.events_path, dict[str, Any])
@@ -144,7 +144,7 @@ class WantedPresets:
 
 
 class PendingTasks:
-    """The pending tasks of one run, from its directory; two threads may look, one after the other.
+    """The pending tasks of a run, read from its directory; threads may share it.
 
     A file is read again only if it has changed. Only what no file tells is kept in memory: damage
     that a task has found, for how long something waits, and tasks whose checkpoints may be deleted.
@@ -311,7 +311,7 @@ class PendingTasks:
         return not self._options.follows or seconds > _ARRIVING_SECONDS
 
     def _seconds_seen(self, *thing: object) -> float:
-        """Return for how many seconds a thing was seen in every look, this one included."""
+        """Return the seconds for which each look, this one included, has seen a thing."""
         now = time.monotonic()
         return now - self._seen.setdefault(thing, self._first_seen.get(thing, now))
 

@@ -327,7 +327,7 @@ class Keeper:
 
     @contextmanager
     def needing(self, task: claims.EvaluationTask) -> Iterator[None]:
-        """Need the task's checkpoint during the block; the heartbeat that says so is written first.
+        """Protect a task's checkpoint in the block; the heartbeat that says so is written first.
 
         The checkpoint may have been deleted before that: check that it exists afterwards.
         """
@@ -353,7 +353,7 @@ class Keeper:
                 self._beat()
 
     def _look(self, runs: Sequence[PendingTasks]) -> None:
-        """Find the checkpoints that wait; a run that cannot be read keeps its last ones."""
+        """Find the checkpoints that wait to be sampled; if a run cannot be read, its last ones."""
         waiting = {each.run: self._waiting.get(each.run, set()) for each in runs}
         for pending in runs:
             with self._report.log_errors(pending.run.path):

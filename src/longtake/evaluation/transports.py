@@ -172,7 +172,7 @@ class Rsync:
         self._carry(how, f"{folder}/", self._there(to), rules)
 
     def interrupt(self) -> None:
-        """Stop what other threads copy, and refuse to fetch from now on."""
+        """Stop the transfers of other threads, and refuse to fetch from now on."""
         with self._lock:
             self._is_interrupted = True
             for process in self._running:
@@ -251,7 +251,7 @@ def is_success(status: int, stderr: str) -> bool:
 
 
 def rsync_error(address: Address, status: int, stderr: str) -> RunError:
-    """Return a failed rsync as an error that names the cause and what to do."""
+    """Return the error to raise for a failed rsync; it names the cause and the remedy."""
     causes = _causes(stderr)
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = (causes or lines or [f"rsync ended with status {status}"])[-1]

@@ -80,7 +80,7 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
 
 
 def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
-    """Skip a step with NaN or inf in loss or gradients; roll back if the weights hold them."""
+    """Return a verdict on NaN or inf: `skip` in loss or gradients, `roll_back` in the weights."""
     now = window.now
     if not math.isfinite(now.weight_norm):
         rows = window.history.rows
@@ -117,15 +117,15 @@ _MIN_JUMP_FRACTION = 2e-3
 """Least distance of a jump, as a share of the norm. The epoch-end defect behind this rule added
 0.7 % at once; an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
 _MOST_TIMES_THE_RATE = 12.0
-"""Changes at a rate lower than the present one by more than this factor are not compared with."""
+"""Earlier changes whose learning rate was lower by more than this factor are ignored."""
 _MAX_STEPS_AFTER_EDGE = 16
 """Steps after an edge in which a jump is attributed to the edge; fewer if epochs are short."""
 _JUMP_UPDATE_GROWTH = 3.0
-"""Growth of updates from which on a jump is attributed to them."""
+"""Growth factor of recent updates at which a jump of the weight norm is attributed to them."""
 
 
 def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
-    """Roll back if the weight norm jumped, which a loss often does not show.
+    """Return `roll_back` if the weight norm jumped, which a loss often does not show.
 
     Unlike other detectors it compares steps of different stages, since jumps are likely where a
     stage begins.
@@ -246,7 +246,7 @@ _MIN_EDGES_FRACTION = 1e-3
 
 
 def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
-    """Roll back if each of the last epochs ended with a change that no other step shows."""
+    """Return `roll_back` if each of the last epochs ended with a change that is seen only there."""
     if window.now.edge is None or not window.is_warm:
         return None
     rows = window.past.append(window.row)
@@ -311,7 +311,7 @@ def _excess_at_edges(
 # weights they would shrink as weights grow.
 
 _MIN_SLOW = 32
-"""Number of recent updates from which on growth counts only beyond all earlier blocks."""
+"""Number of recent updates from which their growth must exceed every earlier block's size."""
 _MIN_USUAL_UPDATES = 16
 """Least number of earlier updates that define the usual size of an update."""
 _NUM_NEWEST_UPDATES = 64
@@ -408,7 +408,7 @@ _MEDIAN_ERROR = math.sqrt(math.pi / 2)
 
 
 def detect_divergence(window: StepWindow) -> GuardVerdict | None:
-    """Roll back if updates, loss or gradient norm have stayed too high for many steps."""
+    """Return `roll_back` if updates, loss or gradient norm have been too high for many steps."""
     if not window.is_warm:
         return None
     for num_recent, factor in _UPDATE_GROWTH:
@@ -544,7 +544,7 @@ that predicts the clip has a hundred times its usual loss without any defect."""
 
 
 def detect_spike(window: StepWindow) -> GuardVerdict | None:
-    """Skip a step whose loss or gradient norm is far above that of past steps."""
+    """Return `skip` if loss or gradient norm are far above past ones; after skips, `roll_back`."""
     if not window.is_warm:
         return None
     is_known_shape = len(window.same_shape) >= _MIN_SAME_SHAPE

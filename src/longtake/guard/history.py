@@ -96,7 +96,7 @@ class StepStatistics:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "StepStatistics":
-        """Return what `as_dict` wrote; where a number is expected, "nan" is read as one."""
+        """Return the statistics that `as_dict` wrote; text such as "nan" is read as a number."""
         return _STATISTICS.validate_python(values)
 
     def rounded(self) -> Self:
@@ -336,7 +336,7 @@ class StepWindow:
 
     @cached_property
     def past(self) -> StepRows:
-        """Steps since the last rollback, without those in which the optimizer searched its rate."""
+        """Steps since the last rollback, except those in which the optimizer sought its rate."""
         rows = self.history.rows
         found = np.flatnonzero(rows.have_verdict("roll_back"))
         rows = rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
@@ -353,7 +353,7 @@ class StepWindow:
 
     @property
     def populations(self) -> list[str]:
-        """Names of the `POPULATIONS` of which the step has samples."""
+        """Populations (`captioned`, `dropped`) that have samples in the step."""
         return [each for each in POPULATIONS if self.now.population(each)[1] > 0]
 
     @property

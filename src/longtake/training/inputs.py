@@ -215,7 +215,7 @@ class InputQueue:
             self._next = part, self.encode(self.copy_to_device(drawn))
 
     def draw_ahead(self, loader: Loader) -> None:
-        """Draw in the thread what the next batch probably needs, while this one is computed."""
+        """Draw the random numbers of the next batch in the thread, while this batch is computed."""
         upcoming = None if self._thread is None else loader.upcoming()
         if self._thread is None or upcoming is None:
             return
@@ -296,7 +296,7 @@ class InputQueue:
         return EncodedInputs(self.assemble(copied.inputs), None)
 
     def assemble(self, inputs: RawInputs) -> MicroBatch:
-        """Make a micro-batch of inputs on the device; encodes bitwise as a cache does."""
+        """Encode inputs on the device to a micro-batch; the results equal a cache's to the bit."""
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
@@ -374,7 +374,7 @@ def clips_not_encoded(
 
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """Yield the batch in parts of at most `size` samples, or whole if that is None."""
+    """Yield a batch in parts of at most `size` samples; whole if `size` is None."""
     total = len(batch.captions)
     size = size or total
     for start in range(0, total, size):

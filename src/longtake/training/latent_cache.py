@@ -99,7 +99,7 @@ def cache_ahead(
 
 
 def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
-    """Return the ranks that encode; for a cluster, a single process that only distributes work."""
+    """Return the ranks that fill a cache; with a cluster, one process that distributes the work."""
     if on is None:
         return join(recipe.training.device, recipe.parallel)
     if (size := place_in_world()[2]) > 1:
@@ -112,7 +112,7 @@ def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
 
 @contextmanager
 def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) -> Iterator[Path]:
-    """Create the folder of `make_parts` where all ranks see it; removed after the block."""
+    """Create new codec and text encoders in a folder that all ranks see, for the block only."""
     made = cache / "aside" / f"parts-{from_first(secrets.token_hex(8), world)}"
 
     def make() -> None:
@@ -165,7 +165,7 @@ def fill_cache(
     workers: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> tuple[Cache, cache_fill.CacheReport]:
-    """Encode this rank's share of what the loader needs and the cache lacks.
+    """Encode this rank's share of the clips and captions that the cache lacks.
 
     Returns the cache, reopened, and a report over all ranks. All ranks must call it.
 
@@ -365,7 +365,7 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
-    """Return 32 hex digits over everything that decides what `InputContract.encode` returns."""
+    """Return 32 hex digits over everything that decides how reference inputs are encoded."""
     section, chosen = text_section(recipe), family(recipe.model.family)
     facts: list[object] = [recipe.model.family, chosen.inputs.version]
     facts.append(codec_fingerprint(recipe, made))

@@ -36,14 +36,14 @@ class BuiltRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(BuiltRun):
-    """A built run with what is open while its steps are trained; each rank has one."""
+    """A built run with the saver, recorder and stop signal of its steps; each rank has one."""
 
     saver: Saver
     recorder: Recorder
     stop: process.StopSignal
 
     def local_facts(self) -> dict[str, float]:
-        """Return what this rank alone knows; the all-reduce of the step's statistics adds it up."""
+        """Return this rank's failures, signal and save state, to be summed with step statistics."""
         failures = len(self.loader.quarantine.failures) + len(self.loader.incidents)
         signals = {f"stop.{name}": float(name == self.stop.reason) for name in process.EXIT_CODES}
         saver = {"save_failed": float(self.saver.failed), "save_due": float(self.saver.is_due)}

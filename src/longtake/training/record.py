@@ -163,7 +163,7 @@ class Recorder:
         self.compare_with_zero(losses, batch)
 
     def report_verdict(self, decision: Decision, report: str | None) -> None:
-        """Record and show a verdict that is not `ok`; `report` is a path in the run directory."""
+        """Record and show a guard's verdict that is not `ok`; `report` is a path in the run."""
         if not self._world.is_first:
             return
         statistics, verdict = decision.statistics, decision.verdict
@@ -268,7 +268,7 @@ class Recorder:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Leave the block's duration out of the next step's time."""
+        """Leave the duration of a block, such as sampling, out of the next step's time."""
         begun = time.perf_counter()
         yield
         self._step_began += time.perf_counter() - begun

@@ -105,7 +105,7 @@ def find_resume_point(
 def _latest_not_rolled_back(
     run: RunDirectory, world: mesh.World, known: Mapping[Path, str]
 ) -> files.LatestCheckpoint:
-    """Find the newest whole checkpoint of a state that no rollback has abandoned.
+    """Find the newest whole checkpoint that no rollback has abandoned.
 
     Deletes abandoned checkpoints, which exist if a run was killed while it rolled back. All ranks
     must call it.
@@ -180,7 +180,7 @@ def _restore_data(
 
 
 def roll_back(training: Training, decision: Decision) -> None:
-    """Return to a checkpoint from before the trouble, and exclude the batches that it came with.
+    """Roll a run back to a checkpoint from before a divergence, and exclude its batches.
 
     The rollback is recorded on disk before anything else changes, so that a run that is killed
     during it and resumed reaches the same state.

@@ -48,7 +48,7 @@ class NodeWatcher:
         self._process: process.KeptProcess | None = None
 
     def join(self, run: RunDirectory, world: mesh.World) -> None:
-        """Set the run, and an identifier of the launch that ranks share; all ranks must call it."""
+        """Set the run to watch and the launch's identifier; all ranks must call it."""
         self.run = run
         # The folder of a fresh run is known only now; the heartbeat has begun in the recipe's.
         if self._writer.path.parent != heartbeat.heartbeat_dir(run.path):

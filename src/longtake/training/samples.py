@@ -116,7 +116,7 @@ def _still_sampling(_: int) -> None:
 
 
 def refuse_wrong_samples(recipe: config.Recipe, run: RunDirectory) -> None:
-    """Refuse presets, or another expert, that training could not sample; reads no weights."""
+    """Refuse presets or a second expert that cannot be sampled in training; reads no weights."""
     training_presets(recipe, run)
     refuse_wrong_other(recipe)
 

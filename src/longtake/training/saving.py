@@ -47,7 +47,7 @@ class SavedTrainer(files.SampledTrainer):
 def save_if_due(
     training: Training, ledger: Ledger, summary: StepSummary, *, is_last: bool, is_sampled: bool
 ) -> None:
-    """Save after the last step, on request and where the recipe says so; record earlier saves.
+    """Save a checkpoint at the steps of the recipe, at a stop and at the end; record past saves.
 
     Only a state is saved whose weights are finite and equal in all replicas. Otherwise the next
     step's verdict reports it, or, if there is no next step, this function raises.

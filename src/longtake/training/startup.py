@@ -27,7 +27,7 @@ PARTS: dict[heartbeat.Phase, str] = {
     "load": "load",
     "data": "first_batch",
 }
-"""Names in reports of the phases before the first step; later phases belong to `first_step`."""
+"""Report names of a launch's phases before its first step; others count as `first_step`."""
 
 
 def announce(

@@ -31,7 +31,7 @@ _NO_LOSSES = {
     for quarter in range(_QUARTERS)
 }
 NO_FACTS: Mapping[str, float] = MappingProxyType({})
-"""For callers other than a run's loop: no signal, no clip that failed and no failed save."""
+"""Empty local facts of a step: no signal, no failed clip and no failed save."""
 _PROBES = 1024
 """Elements probed per parameter, evenly spaced, to measure an update: a copy of all weights would
 double their memory. A parameter with at most this many elements is measured exactly."""
@@ -178,7 +178,7 @@ class NormStats:
         self._update = sums.index_add_(0, self._probe_group, moved.double())
 
     def last_update(self) -> dict[str, float]:
-        """Return this rank's share of the last update's sums of squares, as `sums` does."""
+        """Return this rank's share of the last update's sums of squares, and keep the update."""
         self._update = self._take_update()
         named = self._named("update", self._update.tolist())
         own = {name: value / self._copies for name, value in named.items()}

@@ -65,7 +65,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class _Launch:
-    """A launch of a run, before its first step is known."""
+    """Facts about a launch that are known before the step that it resumes from."""
 
     recipe: Recipe
     run: RunDirectory
@@ -332,7 +332,7 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
 
 
 def _begin_ledger(session: Session, loader: Loader) -> Path:
-    """Create the folder of this launch's ledger, with what an audit compares it with.
+    """Create this launch's ledger folder, with the data plans with which an audit compares it.
 
     The run adopts changed keys of the recipe only here, after every check that could refuse them.
     """
@@ -372,7 +372,7 @@ def _train(built: BuiltRun, lease: Lease | None) -> TrainOutcome:
 
 @contextmanager
 def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
-    """Open what accompanies the steps; a pending save is waited for at the end."""
+    """Open saver, recorder and stop signal around the steps; wait for a pending save at the end."""
     session = built.session
     recipe, run, world = session.recipe, session.run, session.world
     plan, start = built.plan, built.state.global_step
