@@ -165,7 +165,7 @@ class BatchAssembler:
         )
 
     def _wait(self, sample: Sample, buffer: BatchBuffer, place: int) -> Sample | None:
-        """Wait until a sample is fetched and return it, or None if it cannot be."""
+        """Wait until a sample is fetched and return it, or None if its clip failed."""
         # An earlier batch or another rank may have quarantined the clip meanwhile. Wait even then:
         # the worker may still be writing to this place of the buffer.
         identity = sample.clip.identity
@@ -181,7 +181,7 @@ class BatchAssembler:
     def _fetch_filler(
         self, planned: PlannedBatch, buffer: BatchBuffer, place: int, history: PlanHistory
     ) -> tuple[Sample, PlannedBatch, BatchBuffer]:
-        """Fetch any decodable clip: of the batch, else of its bucket, else of another bucket.
+        """Fetch a clip that can be decoded: from the batch, else its bucket, else another bucket.
 
         If no clip of its bucket can be decoded, the batch takes the shape of another bucket. Then
         no rank has a sample, and the update is skipped.

@@ -102,7 +102,7 @@ class BucketAssignment:
         return found
 
     def filtered(self, keep: Callable[[Rows], NDArray[np.bool_]]) -> "BucketAssignment":
-        """Return only the clips for which `keep` returns True; the shares apply to what is left."""
+        """Return the assignment of the clips that `keep` accepts; shares apply to what is left."""
         rows = tuple(mine[keep(mine)] for mine in self.rows)
         shared = (SharedClips(each.rows[keep(each.rows)], each.weights) for each in self.shared)
         return BucketAssignment(self.shapes, rows, tuple(each for each in shared if len(each.rows)))
@@ -264,7 +264,10 @@ def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Kinds of clips, [K] each: a size, and a number of frames that buckets distinguish."""
+    """Distinct sizes and frame counts of clips, as arrays [K].
+
+    Frame counts are rounded down to those that buckets distinguish.
+    """
 
     frames: NDArray[np.int64]
     widths: NDArray[np.int64]

@@ -223,7 +223,7 @@ def check_values(table: pa.Table) -> None:
 
 
 def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
-    """Raise ValueError with the value of a column in the first row whose mask is true."""
+    """Raise ValueError with a column's value in the first row that a mask marks as wrong."""
     row = pc.index(is_wrong, True).as_py()
     if row >= 0:
         value = table[name][row].as_py()
@@ -394,7 +394,7 @@ class Catalog:
         return tuple(Duplicate(row["path"], row["identity"].hex()) for row in rows)
 
     def clip(self, row: int) -> Clip:
-        """Return the clip of a row."""
+        """Return the clip in a row of the catalog."""
         return clip_of(self.table.slice(row, 1).to_pylist()[0], self.attribute_names)
 
     def clips(self) -> Iterator[Clip]:
@@ -558,7 +558,7 @@ class StoredCatalog:
     """A catalog that is read one group of rows at a time, so that it need not fit into memory."""
 
     def __init__(self, path: Path) -> None:
-        """Read the file once and verify all of it.
+        """Read the file of a catalog once and verify all of it.
 
         Raises:
             DataError: the file is missing, damaged, or of another version; see `Catalog.load`.

@@ -106,7 +106,7 @@ class CatalogWriter:
     def write(
         self, out: Path, before: catalog.StoredCatalog | None = None, label: str = ""
     ) -> Written:
-        """Write the catalog.
+        """Write the added clips and rejected files as a catalog.
 
         Args:
             out: path of the catalog.

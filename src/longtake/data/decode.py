@@ -511,7 +511,7 @@ def _declared_end(container: InputContainer, stream: VideoStream, start: float) 
 
 
 def rotation_of(media: Media, stream: VideoStream, frame: VideoFrame) -> int:
-    """Return the rotation in degrees counterclockwise, plus `MIRRORED` for a mirrored frame.
+    """Return how a frame is turned: degrees counterclockwise, plus `MIRRORED` if it is mirrored.
 
     The source is FFmpeg's display matrix.
 
@@ -608,7 +608,7 @@ def name_error(media: Media) -> ClipError | None:
 
 @dataclass(frozen=True)
 class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
-    """Task that probes one file; also returns whether the same bytes always give this result."""
+    """Task that probes one file; returns its probe or error, and True if a retry is useless."""
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
     trusts_metadata: bool = False  # for videos; see `probe`

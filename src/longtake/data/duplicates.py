@@ -186,7 +186,7 @@ def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE)
 
 
 def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int64]:
-    """Return both orders [2, P] of each pair of near-duplicates, ascending by the first."""
+    """Return pairs [2, P] of near-duplicate nodes, each in both orders, sorted by the first."""
     frames = np.frombuffer(bytes.fromhex("".join(text for _, text in nodes)), np.uint64)
     frames = frames.reshape(-1, 4)
     node = np.repeat(np.arange(len(nodes)), [len(text) // (2 * HASH_BYTES) for _, text in nodes])

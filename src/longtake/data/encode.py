@@ -206,7 +206,7 @@ class Settings:
     fps: float | None = None  # upper limit of frames per second; None keeps all frames
 
     def check(self) -> None:
-        """Raise DataError if a value is out of its range."""
+        """Raise DataError if a setting is out of its range."""
         if not self.sizes or min(min(size) for size in self.sizes) < 2:
             raise DataError(f"Sizes to prepare for: {list(self.sizes)}; expected at least 2x2.")
         has_rate = self.fps is None or 0 < self.fps <= _MAX_FPS  # False for NaN
@@ -218,7 +218,7 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """Short hash of all settings, for file names."""
+        """Short hash of all settings, for the names of prepared files."""
         text = json.dumps([_FORMAT, asdict(self)])
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
@@ -376,7 +376,7 @@ def _scaled(
 
 
 def _upright(frame: av.VideoFrame, rotation: int) -> av.VideoFrame:
-    """Turn, and mirror, a frame in 4:2:0 as it is shown."""
+    """Turn a frame in 4:2:0 upright, and mirror it if its rotation says so."""
     if not rotation:
         return frame
     # The planes lie below each other: luma, then the two quarter-size chroma planes.

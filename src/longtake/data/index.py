@@ -119,7 +119,7 @@ class KnownFiles:
     def join(
         self, files: Iterable[list[Item]]
     ) -> Iterator[tuple[list[Item], catalog.Stamp | None, Probe | ClipError | None]]:
-        """Yield the items of each file, its stamp, and its known result; `files` must be sorted."""
+        """Yield the items, stamp and known result of each file; `files` must be sorted."""
         entries = self._database.execute(
             "SELECT name, stamp, reason, probe FROM known ORDER BY name, rowid"
         )

@@ -43,7 +43,7 @@ def read_known(folder: Path) -> dict[str, Indexed]:
 def note(
     folder: Path, paths: Iterable[str], hash_of_file: Callable[[str], str] | None = None
 ) -> None:
-    """Write a line for each local file that has none, for at most 20,000 files.
+    """Record the content of each local file that has no record yet, of at most 20,000 files.
 
     Raises:
         DataError: the record cannot be written.
@@ -77,7 +77,7 @@ def note(
 
 
 def with_known(wanted: Wanted, known: Mapping[str, Indexed]) -> Wanted:
-    """Return the input such that reading it compares its file with the run's record."""
+    """Return an input whose file is compared with the run's record when it is read."""
     found = known.get(wanted.media.path)
     # Frames of the clip itself are compared with the catalog.
     if found is None or wanted.media.indexed is not None:

@@ -272,7 +272,7 @@ def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[
 
 
 def damage(ledger: Path) -> str | None:
-    """Return why a ledger proves nothing, judged by its launches alone, or None if it is intact."""
+    """Return why the launches of a ledger are damaged or incomplete, or None if they are whole."""
     try:
         _launches(_launch_folders(ledger))
     except DataError as error:

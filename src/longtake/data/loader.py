@@ -143,7 +143,7 @@ class Loader:
 
     @property
     def plan_history(self) -> PlanHistory:
-        """Plans of the run: those of a loaded state, or else one that starts a new run.
+        """Plans of the run: from a loaded state, or else a single one that starts a new run.
 
         Raises:
             DataError: a stage selects no clip, or the stages do not fit together.

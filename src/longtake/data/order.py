@@ -68,7 +68,7 @@ class EpochSpan:
 
     @cached_property
     def _pairs(self) -> list[tuple[int, int]]:
-        """Number of clips of each bucket in an epoch, and samples of its batches."""
+        """Clips in an epoch and samples per batch, for each bucket."""
         return [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
 
     def epoch_start(self, epoch: int) -> int:
@@ -129,7 +129,7 @@ class EpochSpan:
             yield own, positions[epochs == own]
 
     def _begin(self, local_epoch: int) -> int:
-        """Return the number of batches before an epoch; the span's first epoch is 0 here."""
+        """Return the number of batches before an epoch, counted from the span's first as 0."""
         whole = sum(local_epoch * size // batch for size, batch in self._pairs)
         if local_epoch != self.num_epochs:
             return whole

@@ -80,7 +80,7 @@ class _Part(NamedTuple):
     rows: int  # length of the first dimension when read; rows that are not stored are zeros
 
     def num_bytes(self) -> int:
-        """Size of the tensor in the file."""
+        """Return the size of the tensor in the file."""
         return math.prod(self.shape) * _TYPES[self.stored].itemsize
 
 
@@ -306,7 +306,7 @@ class PackIndex:
         return found
 
     def _refuse(self, place: _Place, entry: CacheEntry, error: ValueError) -> None:
-        """Record the damage, so that every process computes the entry, or the whole pack, again."""
+        """Record a damaged entry or pack, so that every process computes it again."""
         name = self._packs[place.pack]
         if isinstance(error, DamagedPackError):
             self._is_there[place.pack] = False
@@ -429,7 +429,7 @@ class PackWriter:
             self._write(kind)
 
     def holds(self, entry: CacheEntry) -> bool:
-        """Return whether the entry waits in memory or is in a pack."""
+        """Return whether an entry waits in memory or is in a pack."""
         pack = self._open.get(entry.kind)
         return (pack is not None and entry.key in pack.metadata) or self._index.holds(entry)
 

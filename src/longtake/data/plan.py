@@ -264,7 +264,7 @@ def fresh_stage(
     batch_size: int,
     seed: int,
 ) -> StagePlan:
-    """Return the plan of a stage of which nothing is trained yet."""
+    """Return the plan of a stage that has not begun."""
     weights = stage_weights(stage, catalogs, data)
     selections = {source: select(catalogs[source], stage, data) for source in weights}
     weights = repeated_weights(weights, selections, stage, data)
@@ -285,7 +285,7 @@ def fresh_stage(
 
 
 def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> tuple[int, ...]:
-    """Return the clips per update of each bucket, or nothing if no bucket sets its own."""
+    """Return the batch size of each bucket, or an empty tuple if no bucket sets one."""
     size = stage.global_batch_size or batch_size
     has_own = any(shape.batch_size for shape in shapes)
     return tuple(shape.batch_size or size for shape in shapes) if has_own else ()

@@ -92,11 +92,11 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def count(self, first: int, end: int) -> int:
-        """Return how many of the numbers `first` to `end - 1` are skipped."""
+        """Return the number of skipped batches among `first` to `end - 1`."""
         return sum(max(0, min(end, last) - max(first, begun)) for begun, last in self.spans)
 
     def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
-        """Return the union with further ranges, of which numbers below `since` are ignored."""
+        """Return the union with further ranges; their numbers below `since` are ignored."""
         cut = ((max(first, since), max(end, since)) for first, end in spans)
         return SkippedRanges.of([*self.spans, *cut])
 
@@ -433,7 +433,7 @@ def _kept_path(kept: Path | None, name: str) -> Path | None:
 
 
 def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: SkippedRanges) -> bool:
-    """Return whether a batch is the first of its epoch, apart from skipped ones."""
+    """Return whether a batch is the first batch of its epoch that is not skipped."""
     left, step, earlier = planned.number, planned.step, planned
     # Walks back over earlier batches of the same epoch, which must all be skipped.
     epoch = planned.stage, planned.source, planned.epoch

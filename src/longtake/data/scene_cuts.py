@@ -153,7 +153,7 @@ def _cells(frame: VideoFrame, reformatter: VideoReformatter) -> NDArray[np.float
 def _peaks(
     steps: NDArray[np.float64], lasting: NDArray[np.float64], around: int, threshold: float
 ) -> list[int]:
-    """Return the numbers of the steps that are cuts."""
+    """Return the indices of the steps between frames that are cuts."""
     around = min(max(3, around), _MOST_AROUND)
     found = []
     # Few steps pass this test, so the rest may be slow.

@@ -49,7 +49,7 @@ def find(
     conditioning: Sequence[str] = (),
     extracted: Path | None = None,
 ) -> FoundMedia:
-    """Find the media that sources name, each with its captions and scores there.
+    """Find the media that sources name, with the captions and scores that the sources have.
 
     Args:
         sources: folders, media files, lists, tables, tars and URLs.
@@ -111,7 +111,7 @@ def _find_in_store(
     passed_over: Counter[str],
     notes: list[str],
 ) -> Iterator[Item]:
-    """Yield the media below a prefix and in tars and tables there; captions as in a folder."""
+    """Yield the media below a prefix of a store, and in its tars and tables, with captions."""
     objects = stores.find_objects(url)
     # One listing answers all questions about files beside clips: requests are slow.
     by_name = {str(each): each for each in objects}
@@ -240,7 +240,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _refuse_wrong_columns(items: MediaList, columns: Sequence[str]) -> None:
-    """Refuse too many scores, and clips that lack a further input or the file of it."""
+    """Refuse too many scores, and clips without a further input or without its file."""
     if (num_names := len(items.attribute_names)) > tables.MAX_ATTRIBUTES:
         raise DataError(
             f"The sources name {num_names:,} different numbers of clips, and a catalog has at "

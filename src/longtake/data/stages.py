@@ -170,7 +170,7 @@ def _bound(column: NDArray[Any], condition: str, text: str) -> float:
 def _hardest(
     catalog: Catalog, rows: buckets.Rows, share: float, data: DataSection
 ) -> NDArray[np.bool_]:
-    """Return a mask of the `share` of clips with the highest difficulty, of equals the last."""
+    """Return a mask of the `share` of clips with the highest difficulty; of equal ones the last."""
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
     count = round(share * len(rows)) or int(len(rows) > 1)  # at least one, if there are two clips
@@ -292,6 +292,6 @@ def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
 
 
 def _advanced(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
-    """Return which of several counts is the one that grew, and what it was before."""
+    """Return the index of the count that grew, and its value before."""
     grown = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
     return grown, before[grown]

@@ -150,7 +150,7 @@ _client: ContextVar[StoreClient] = ContextVar("client", default=StoreClient(Stor
 
 @contextmanager
 def using(client: StoreClient) -> Iterator[None]:
-    """Fetch with a client inside the block, in this thread and the threads that it starts here."""
+    """Fetch with a client inside the block, also in the threads that this module starts."""
     token = _client.set(client)
     try:
         yield
@@ -667,7 +667,7 @@ def _asked_at_once(ask: Callable[[Media], _T], objects: Iterable[Media]) -> Iter
 
 
 def ask_each(urls: Iterable[str]) -> None:
-    """Check that each store has one of the objects.
+    """Ask each store for one of the objects.
 
     Raises:
         DataError: a store does not have it, refuses the credentials, or does not answer.

@@ -403,7 +403,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _parsed(texts: Iterable[str]) -> list[float | None] | None:
-    """Return the numbers of a column, or None if it holds anything else."""
+    """Return the texts of a column as numbers, or None if one of them is something else."""
     values: list[float | None] = []
     for text in texts:
         word = text.strip().lower()

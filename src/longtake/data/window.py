@@ -230,7 +230,7 @@ def at_timestamps(
 def planes(
     window: Window, stream: VideoStream, frame: VideoFrame, reformatter: VideoReformatter
 ) -> Sequence[NDArray[np.uint8]]:
-    """Return red, green and blue of one frame, each [height, width]."""
+    """Return the red, green and blue plane [height, width] of a frame, as a window shows it."""
     turned = is_turned(window.rotation)
     shown = square_size(window.media, stream, frame)
     _check_size(window, *(shown[::-1] if turned else shown))

@@ -92,7 +92,7 @@ class Task(ABC, Generic[Item, Result]):
 
 
 class ClipTask(Task[ClipItem, Result | errors.ClipError]):
-    """Task of one clip or file; its result is an error for one that cannot be read."""
+    """Task whose items are clips or files; for one that cannot be read, the result is ClipError."""
 
     def lost(self, item: ClipItem, reason: str) -> Result | errors.ClipError:
         return errors.ClipError(str(item.media), reason)

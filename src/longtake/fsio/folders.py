@@ -33,7 +33,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_tree(path: Path) -> None:
-    """Delete a folder and its content, ignoring errors; of a symbolic link, only the link."""
+    """Delete a folder and its content, or a symbolic link without its target, ignoring errors."""
     if path.is_symlink():
         # `rmtree` refuses a link, and with `ignore_errors` it would leave the link without a word.
         with suppress(OSError):

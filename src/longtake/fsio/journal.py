@@ -55,7 +55,7 @@ class Journal(Generic[_T]):
         yield from validate_lines(lines, self._kind, self._path)
 
     def add(self, item: Mapping[str, Any] | Sequence[Any]) -> None:
-        """Append an item.
+        """Append a finished item to the journal.
 
         Raises:
             DataError: the journal cannot be written.

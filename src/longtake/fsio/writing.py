@@ -55,7 +55,7 @@ def partial_path(path: Path, unique: str = "") -> Path:
 
 
 def append_json(path: Path, record: Mapping[str, Any], *, durably: bool = False) -> None:
-    """Append a record as one line.
+    """Append a record to a file of JSON lines.
 
     If an interrupted write has left half a line, that line is ended first.
 
