@@ -89,6 +89,7 @@ def build_module(
 ) -> nn.Module:
     """Build an added module of the recipe with new weights; RecipeError if it does not fit."""
     key = f"trainable.modules.{name}"
+    # nn.ModuleDict refuses keys that are attributes of its class, such as `keys` and `forward`.
     if hasattr(nn.ModuleDict(), name):
         raise RecipeError(f"{key}: PyTorch's modules have an attribute {name}. Take another name.")
     module_class: Any = import_class(section.module, f"{key}.module")
@@ -159,6 +160,8 @@ def attach(
         own = [each for each in modules if name in blocks[each]]
         if own:
             block: Any = model.get_submodule(name)
+            # FSDP, recomputation and the compiler call the block and not its forward: the modules'
+            # work is then within the block's gathered weights, recomputed memory and compiled code.
             block.forward = _BlockForward(attachment, family, block, name, index, own)
             attachment.blocks.append(name)
     attachment.hooks = [
@@ -229,6 +232,7 @@ class _Attachment:
 
     def before_model(self, model: nn.Module, args: object) -> None:
         self.prepared = {}  # frees the last pass's tensors before new ones are made
+        # Taken once: a later pass without `condition` fails instead of seeing these tensors.
         given, self.given = self.given, None
         if given is None:
             raise ModelError(
@@ -236,6 +240,7 @@ class _Attachment:
                 "conditioning. Call longtake.models.added_module.condition(model, noisy_latents, "
                 "sigmas, conditioning) before model(...)."
             )
+        # fp32 also for bf16 modules, whose 8 bits do not tell neighbouring noise levels apart.
         self.sigmas = given["sigmas"].float()
         own = {
             name: tensor.to(self.dtype) if tensor.is_floating_point() else tensor

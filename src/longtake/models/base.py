@@ -221,6 +221,8 @@ class InputContract:
         if given is None:
             return None
         weights = torch.ones_like(latents[:, :1])
+        # Given frames are clean in the input: the target there, noise - latents, has noise that the
+        # model never sees.
         weights[:, :, : given.shape[2]] = 0
         return weights
 
@@ -242,6 +244,7 @@ def read_patch(section: ModelSection, default: tuple[int, int, int]) -> tuple[in
         RecipeError: they are not three positive whole numbers.
     """
     patch = section.config.get("patch_size", default)
+    # `type` below, not isinstance: TOML's true would count as the number 1.
     is_list = isinstance(patch, list | tuple) and len(patch) == 3
     if not is_list or not all(type(side) is int and 0 < side < 2**16 for side in patch):
         raise RecipeError(
@@ -488,8 +491,10 @@ def _own_family(path: str) -> Family:
             f"model.family {path!r} is not a Family. Make it a subclass of Family, or of "
             f"DiffusersFamily for a transformer of diffusers. {advice}"
         )
-    # Attributes that base classes only annotate, such as `frozen`, must get a value.
+    # Attributes that base classes only annotate, such as `frozen`, must get a value. Python would
+    # fail only where one is read, perhaps hours later in an export.
     attributes = {name for part in family_class.__mro__ for name in inspect.get_annotations(part)}
+    # Constructing the class would raise a TypeError for these alone, without the attributes above.
     methods: frozenset[str] = family_class.__abstractmethods__
     missing = [name for name in attributes if not hasattr(family_class, name)]
     if missing or methods:

@@ -74,6 +74,7 @@ def _counter(
         split, ends = Whitespace().pre_tokenize_str, section.kind == "transformers"
         return lambda captions: [len(split(caption)) + ends for caption in captions]
     assert encoder is not None, "a pretrained encoder is a family's"
+    # Wan's pipeline cleans captions; FLUX's, the one with a pooled encoder, does not.
     cleaned = clean if section.pooled is None else str
     name = find_part(section.pretrained, encoder).tokenizer
     file = locate(section.pretrained, name) / name / "tokenizer.json"
@@ -85,6 +86,7 @@ def _counter(
             len(ids) for ids in slow([cleaned(each) for each in captions]).input_ids
         ]
     tokenizer = Tokenizer.from_file(str(file))
+    # tokenizer.json may store a limit and padding, which would hide the true numbers.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return lambda captions: [

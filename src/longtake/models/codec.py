@@ -110,6 +110,7 @@ class _Autoencoder:
             use_channels_last(self.autoencoder)
 
     def save(self, folder: Path) -> None:
+        # Pretrained weights are loaded again from where the recipe names them.
         if not self._is_pretrained:
             with pretrained.quiet(self.autoencoder):
                 self.autoencoder.save_pretrained(folder / _FOLDER)  # type: ignore[operator]
@@ -118,6 +119,8 @@ class _Autoencoder:
         """Return the mode of the posterior in fp32, for pixels in [-1, 1]."""
         pixels = pixels.to(next(self.autoencoder.parameters()).dtype)
         encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
+        # Not a sample of the posterior: a clip's latents are then equal in every epoch and in a
+        # cache.
         mode: Tensor = encoded.latent_dist.mode().float()
         return mode
 
@@ -125,6 +128,8 @@ class _Autoencoder:
         """Decode latents in the autoencoder's own scale to uint8 pixels."""
         autoencoder: Any = self.autoencoder
         raw = raw.to(next(autoencoder.parameters()).dtype)
+        # diffusers keeps both settings on the autoencoder. Left on, they would also cut the
+        # encoding of later clips into tiles.
         with ExitStack() as settings:
             if tiles:
                 autoencoder.enable_tiling()
@@ -233,6 +238,7 @@ class LTX2Codec(AutoencoderCodec):
     """
 
     def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
+        # Past AutoencoderCodec's constructor, which reads config keys that only Wan's class has.
         _Autoencoder.__init__(self, autoencoder, is_pretrained)
         if autoencoder.config["timestep_conditioning"]:
             raise RecipeError(
@@ -266,6 +272,7 @@ class ScaledVideoCodec(AutoencoderCodec):
     """Codec with a frozen `AutoencoderKLHunyuanVideo15`; latents are mode * scaling_factor."""
 
     def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
+        # Past AutoencoderCodec's constructor, which reads config keys that only Wan's class has.
         _Autoencoder.__init__(self, autoencoder, is_pretrained)
         self.channels = autoencoder.config["latent_channels"]
         self._temporal = autoencoder.config["temporal_compression_ratio"]
@@ -276,6 +283,7 @@ class ScaledVideoCodec(AutoencoderCodec):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
+        # The class's default is the scale of the released weights, which random ones do not have.
         return {"scaling_factor": 1.0, **config}
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -294,6 +302,7 @@ class ImageCodec(_Autoencoder):
         super().__init__(autoencoder, is_pretrained)
         self.chunk = 1
         self.channels: int = autoencoder.config["latent_channels"]
+        # The class's default is None: older autoencoders have no shift.
         self._shift: float = autoencoder.config.get("shift_factor") or 0.0
         self._scale: float = autoencoder.config.get("scaling_factor") or 1.0
         # Each stage but the last halves rows and columns.
@@ -324,6 +333,8 @@ class ImageCodec(_Autoencoder):
             "up_block_types": ["UpDecoderBlock2D"] * len(widths),
             "scaling_factor": 1.0,
             "shift_factor": 0.0,
+            # As in FLUX.1's: no 1 x 1 convolutions around the latents, unlike in older
+            # autoencoders.
             "use_quant_conv": False,
             "use_post_quant_conv": False,
         }

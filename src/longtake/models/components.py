@@ -139,6 +139,8 @@ class Components:
             has_weights = not any(tensor.is_meta for each in modules for tensor in _tensors(each))
             if other != part and other not in self.stays and has_weights:
                 held[other].to(torch.device("cpu"))
+        # Freed blocks have the sizes of the old part's tensors: kept in the allocator's cache, they
+        # would add to the memory that the next part takes.
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if part is not None and part not in self.stays:
@@ -198,6 +200,8 @@ def assemble(
         RecipeError: the recipe's parts do not fit together.
         ModelError: weights cannot be loaded.
     """
+    # Every model of a training is built here, so no attention runs before faulty kernels are
+    # barred.
     attention_rules.guard_attention()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
@@ -213,6 +217,7 @@ def assemble(
             text = outline_text(text_section(recipe), chosen)
         torch.manual_seed(recipe.seed)  # the model's weights do not depend on the other parts
         source: Source = weights
+        # From files tensor by tensor: a quantised model may not fit memory in full precision.
         if recipe.model.quantize != "none" and recipe.model.pretrained is not None:
             source = "files"
         model, unfilled = _build(chosen, recipe, shapes, text, source)
@@ -308,6 +313,7 @@ def text_section(recipe: config.Recipe) -> config.TextSection:
 
 
 def source_of(recipe: config.Recipe, *, resumed: bool, is_sharded: bool) -> Source:
+    # A checkpoint lacks frozen parameters: with any of these it is not the whole model.
     is_whole = recipe.trainable.base() == "full" and not family(recipe.model.family).block.untrained
     if resumed and is_whole:  # a checkpoint has what is trained
         return "checkpoint"
@@ -339,6 +345,7 @@ def _build(
         with torch.random.fork_rng(devices=[]), deferred_init.parameters_on_meta():
             model = chosen.build(section, shapes, text, weights="later")
         deferred = deferred_init.deferred_parameters(model)
+        # `adapt` may have changed the model's layout after the constructor that was recorded.
         fits = program is None or program.shapes == deferred_init.shapes_of(deferred)
         if fits and deferred_init.can_be_filled(deferred, model, files):
             return model, deferred_init.DeferredWeights(deferred, files, program)
@@ -377,6 +384,7 @@ def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Component
     model, chosen = parts.model, parts.family
     numerics.keep_weights_in(model, numerics.DTYPES[recipe.model.dtype])
     if kinds:  # before any layer gets a LoRA
+        # `quantize_linears` leaves layers that train as they are.
         model.requires_grad_(False)
         names = added_module.block_names(model, chosen, ("*",))
         for name, block in zip(names, chosen.blocks(model), strict=True):

@@ -131,6 +131,7 @@ def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Condit
     """Return `fps` [B], frames per second of the clips, if the model takes it; else nothing."""
     if not chosen.inputs.takes_fps or recipe.data.fps is None:
         return {}
+    # A stride leaves out frames, so the clip that the model sees has a lower rate.
     like, fps = next(iter(conditioning.values())), recipe.data.fps / recipe.data.frame_stride
     return {"fps": torch.full((len(like),), fps, device=like.device)}
 

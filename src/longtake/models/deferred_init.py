@@ -158,6 +158,7 @@ def _from_config(model_class: Any, config: dict[str, Any], where: str, subfolder
             f"{where}: the configuration of its {subfolder} does not fit {model_class.__name__}: "
             f"{error}. Check the folder."
         ) from error
+    # transformers has renamed `torch_dtype` to `dtype`; releases have either.
     stored = config.get("torch_dtype") or config.get("dtype") or "float32"
     numerics.keep_weights_in(model, getattr(torch, str(stored)))
     return model
@@ -324,9 +325,13 @@ class InitProgram:
         storages = {place.storage for place in self._places.values()}
         # Calls that draw are all run again, even unused ones: they advance the generator.
         self._needed = self._contributing(storages, and_random=True)
+        # A constructor whose parameters are on the meta device draws nothing for them, so a buffer
+        # that it draws would get other numbers than in a model with weights.
         draws_buffers = any(self._calls[number].is_random for number in self._contributing(buffers))
         needed = [self._calls[number] for number in self._needed]
         made = frozenset[int]().union(*(call.makes for call in needed))
+        # A storage that no recorded call makes, such as a tensor read from a file, cannot be made
+        # again.
         is_known = storages <= made and all(call.reads <= made for call in needed)
         has_seed = not any(call.has_own_generator for call in needed)
         self.can_run = is_known and has_seed and not (draws_buffers or questions.was_asked)
@@ -361,6 +366,7 @@ class InitProgram:
                 )
                 result = call.operator(*args, **kwargs)
                 given = [each for each in pytree.tree_leaves(result) if isinstance(each, Tensor)]
+                # An in-place operator returns its argument, whose storage exists already.
                 for storage, each in zip(call.outputs, given, strict=True):
                     if storage in call.makes:
                         made[storage] = each.untyped_storage()
@@ -400,6 +406,8 @@ def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]
     """Put parameters on the CPU, without values, for code that adds weights on their device."""
     before = [each.module._parameters.get(each.name) for each in deferred]
     for each in deferred:
+        # peft makes A and B on the device of the layer's weight, and meta weights would get meta
+        # LoRA.
         like = getattr(each.module, each.name)  # no parameter if the layer is quantised
         empty = nn.Parameter(torch.empty_like(like, device="cpu"), like.requires_grad)
         each.module._parameters[each.name] = empty
@@ -454,6 +462,7 @@ def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
         target = targets[name]
         size += target.nbytes if isinstance(target, Tensor) else target.weight_bytes
     with ThreadPoolExecutor(_READING_THREADS) as threads:
+        # `list` makes the first error of a thread rise here; `map` alone would drop it.
         list(threads.map(lambda batch: read(*batch), batches))
 
 

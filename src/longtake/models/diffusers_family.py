@@ -208,6 +208,8 @@ class DiffusersFamily(Family):
     ) -> nn.Module:
         fitted = self.fitted_config(shapes[0].channels, text)
         if further := self.inputs.further_channels(section):
+            # Image-to-video transformers take a mask and a first frame as channels behind the noisy
+            # ones.
             fitted["in_channels"] += further
         model = deferred_init.build_transformer(
             self._model_class(section),
@@ -227,6 +229,8 @@ class DiffusersFamily(Family):
         if section.transformer_class is None:
             return getattr(diffusers, self.transformer_class)
         own = import_class(section.transformer_class, "model.transformer_class")
+        # `refuse_other_class` compares a release's `_class_name` with the class's name, and an
+        # export saves that name for diffusers to load.
         is_model = issubclass(own, diffusers.ModelMixin) and hasattr(own, "from_config")
         if not is_model or own.__name__ != self.transformer_class:
             raise RecipeError(
@@ -256,6 +260,8 @@ class DiffusersFamily(Family):
     ) -> None:
         import diffusers
 
+        # The very class: a subclass of a codec normalises latents in another way than the pipeline
+        # does.
         if type(codec) is not self.codec_class or not isinstance(text, TransformersText):
             raise RecipeError(
                 f"A {self.pipeline_class} needs {self.parts}; this run has {type(codec).__name__} "
@@ -361,6 +367,8 @@ def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
     waits for the device. In a plan the longest text has the greatest length, and the texts of a
     batch are taken to differ in length.
     """
+    # Without values `total` stays one text's length, which equals the sum only in a batch of one:
+    # larger batches of a plan get a mask.
     longest = total = padded.shape[1]
     if not isinstance(padded, FakeTensor) and not padded.is_meta:
         known = lengths.tolist()
@@ -385,6 +393,7 @@ def share_inputs(
     """
 
     def cut(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        # Whole lengths, counted before the cut: behind this hook a rank sees only its own part.
         sharing.begin(*(inputs[name].shape[1] for name in lengths))
         has_tokens = {
             name: dim
@@ -394,6 +403,7 @@ def share_inputs(
         return args, inputs | {n: sharing.cut(inputs[n], dim) for n, dim in has_tokens.items()}
 
     model.register_forward_pre_hook(cut, with_kwargs=True)
+    # Gathered behind the last layer that works token by token, where tokens are narrowest.
     model.proj_out.register_forward_hook(lambda _module, _args, part: sharing.gather(part, 1))
 
 
@@ -437,6 +447,8 @@ class _SharingProcessor:
         shared = SharedAttention(self._sharing)
         with shared:
             mixed = self._processor(attn, *args, **kwargs)
+        # Each rank would attend to its own tokens alone, and train on wrong gradients without an
+        # error.
         if not shared.num_calls:
             raise ModelError(
                 f"{type(self._processor).__name__} attends in another way than by torch's "

@@ -40,6 +40,8 @@ class Experts:
             RecipeError: the recipe asks for sigmas that the expert never serves.
         """
         low, high = self.sigma_range
+        # The default value: it stands for all that the expert serves, not for sigmas of the other
+        # one.
         if flow.sigma_range == (0.0, 1.0):
             return low, high
         first, last = flow.sigma_range

@@ -38,6 +38,7 @@ class HunyuanText(TextContract):
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
     ) -> base.Conditioning:
+        # encode_prompt has no argument for the length; it reads this attribute.
         pipeline.tokenizer_max_length = max_tokens
         encoded = pipeline.encode_prompt(captions, batch_size=len(captions))
         text, counts, glyphs, glyph_counts = encoded
@@ -352,6 +353,7 @@ def _forward(
         known = None if known is None else sharing.cut(known, 1)
     if known is not None:  # [B, 1, 1, N + T], of the keys
         known = torch.cat([_all_known(video), known], dim=1)[:, None, None]
+    # As in diffusers' forward passes: the function is the one that `call_by` has set.
     recomputes = torch.is_grad_enabled() and model.gradient_checkpointing
     for block in model.transformer_blocks:
         run = partial(model._gradient_checkpointing_func, block) if recomputes else block

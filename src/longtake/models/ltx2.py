@@ -104,6 +104,7 @@ class LTX2(diffusers_family.DiffusersFamily):
     inputs = LTX2Inputs(takes_fps=True, has_audio=True)
     block = DiffusersBlocks(
         patch_size=(1, 1, 1),
+        # Plain "to_q" and so on would also match the audio's attentions, which are not trained.
         lora_targets=tuple(
             f"{attention}.{layer}"
             for attention in ("attn1", "attn2")
@@ -134,6 +135,7 @@ class LTX2(diffusers_family.DiffusersFamily):
     num_inference_steps = 30
 
     def defaults(self, section: ModelSection) -> base.Defaults:
+        # The share of Lightricks' own trainer; see `stretched_logit_normal`.
         return replace(super().defaults(section), max_tokens=1024, uniform_share=0.1)
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:

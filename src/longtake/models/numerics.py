@@ -65,10 +65,13 @@ def mixed_norms() -> Iterator[None]:
 def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
+    # torch's allocator on the CPU raises a plain RuntimeError, known by its message alone.
     return isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
 
 
 def in_backward() -> bool:
+    # -1 is no backward pass. Recomputed forward passes run within one; torch has no public
+    # function.
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -99,6 +102,7 @@ def main_dtype(model: nn.Module) -> torch.dtype:
 
 def count_weights(model: nn.Module) -> int:
     """Count a model's weights, including those that are quantised or not on a device."""
+    # `_parameters`, because the attribute `weight` of a quantised layer dequantises it.
     away = (
         layer.in_features * layer.out_features
         for layer in model.modules()

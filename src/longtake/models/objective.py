@@ -47,6 +47,7 @@ def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Te
     if weights is None or batch.loss_weights is None:
         weights = batch.loss_weights if weights is None else weights
     else:
+        # A product, because given frames have no loss whatever the recipe's mask says.
         weights = weights * batch.loss_weights
     return path.velocity_loss(predicted, path.velocity(batch.latents, batch.noise), weights)
 

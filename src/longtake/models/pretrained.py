@@ -90,6 +90,7 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
         options["output_loading_info"] = True
     try:
         with quiet(loaded_class):
+            # `locate` has downloaded all of it: a node without a network must not ask the hub.
             loaded = loaded_class.from_pretrained(str(folder), local_files_only=True, **options)
     except Exception as error:  # each format and library raises its own kinds
         raise ModelError(
@@ -111,6 +112,7 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
 
 def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: str) -> None:
     config = folder / "config.json"
+    # An unreadable configuration is left to from_pretrained, whose error the caller reports.
     with suppress(OSError, ValueError):
         values = json.loads(config.read_text(encoding="utf-8"))
         if isinstance(values, dict):
@@ -152,6 +154,7 @@ def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
     try:
         return built_class(**values)
     except Exception as error:  # wrong sizes fail inside constructors in any way
+        # A bare assert of a constructor has no text; its line of code says what does not fit.
         code = traceback.extract_tb(error.__traceback__)[-1]
         line = f" in {Path(code.filename).name}, line {code.lineno}: {code.line}"
         reason = f"{type(error).__name__}{f': {error}' if str(error) else line}"
@@ -216,8 +219,8 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
     Args:
         where: a local folder or a repository id.
         subfolder: folder of one part inside `where`.
-        files: which of the subfolder's files are downloaded, as a pattern. The configurations
-            of pipeline, scheduler and guider always are: objective and guidance.
+        files: pattern of the subfolder's files to download. The configurations of pipeline,
+            scheduler and guider are always downloaded: they state objective and guidance.
 
     Raises:
         ModelError: there is no such folder or repository, or it cannot be downloaded.
@@ -265,6 +268,7 @@ def _download(repository: str, patterns: list[str]) -> Path:
     from huggingface_hub import HfApi, errors, snapshot_download
 
     if _is_fetched.get():
+        # A part that the other process did not need is downloaded below after all.
         with suppress(errors.LocalEntryNotFoundError):
             return Path(
                 snapshot_download(repository, allow_patterns=patterns, local_files_only=True)

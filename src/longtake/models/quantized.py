@@ -52,6 +52,7 @@ class FrozenLinear(nn.Linear):
 
 def _as_autocast_has_it(inputs: Tensor) -> Tensor:
     device = inputs.device.type
+    # autocast converts the inputs of torch's own operations, not those of autograd functions.
     enabled = torch.is_autocast_enabled(device)
     return inputs.to(torch.get_autocast_dtype(device)) if enabled else inputs
 
@@ -59,6 +60,8 @@ def _as_autocast_has_it(inputs: Tensor) -> Tensor:
 class _FrozenProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, layer: FrozenLinear) -> Tensor:
+        # The layer and not its weight: a saved tensor would stay in memory, and streaming would
+        # overwrite it with another block's before the backward pass.
         ctx.layer = layer
         bias: Tensor | None = layer.bias
         if bias is not None:
@@ -93,6 +96,7 @@ class QuantizedLinear(FrozenLinear):
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def __getattr__(self, name: str) -> Any:
+        # For code that reads a linear layer's weight, such as merging and DoRA's norms.
         if name == "weight" and "weight" not in self._parameters:
             return self.weight_as(self.dtype)
         return super().__getattr__(name)
@@ -216,6 +220,7 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
         weight = linear._parameters.pop("weight")
         assert weight is not None
         quantized: Any = linear
+        # The same object with another class: names, hooks and references to the layer stay valid.
         quantized.__class__ = QuantizedLinear
         quantized.kind, quantized.dtype = kind, weight.dtype
         shapes = _shapes(kind, *weight.shape)
@@ -252,6 +257,7 @@ def _shapes(
 
 
 def _scales_per_factor(num_blocks: int) -> int:
+    # torchao wants a whole number of scales for each factor.
     return next(size for size in range(_NF4_SCALES, 0, -1) if num_blocks % size == 0)
 
 
@@ -262,6 +268,7 @@ def _quantized_rows(weight: Tensor, kind: Quantization) -> list[Tensor]:
     scaled = weight / scale.float()
     if not dtype.is_floating_point:
         scaled.round_()
+    # Clamped, because rounding the scale to bf16 may put a row's largest weight beyond the format.
     return [scaled.clamp_(-largest, largest).to(dtype), scale]
 
 

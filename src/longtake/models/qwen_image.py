@@ -33,6 +33,7 @@ class QwenText(TextContract):
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
     ) -> base.Conditioning:
         embeds, counts = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
+        # diffusers returns no mask where no text of the batch has padding.
         lengths = [embeds.shape[1]] * len(embeds) if counts is None else counts.sum(1).tolist()
         texts = [text[:length] for text, length in zip(embeds, lengths, strict=True)]
         return diffusers_family.pad_texts(texts, max_tokens)
@@ -180,6 +181,8 @@ class Positions(nn.Module):
             each = (torch.arange(start, start + size, device=device) for start, size in axes)
             pictures.append(self._rotations(torch.cartesian_prod(*each)))
             behind = max(behind, rows // 2, columns // 2)
+        # As in the class that this one replaces: the text follows the largest image on all three
+        # axes.
         text = torch.arange(behind, behind + max_txt_seq_len, device=device)
         return torch.cat(pictures), self._rotations(text[:, None].expand(-1, 3))
 

@@ -27,6 +27,7 @@ def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> 
     if not predicts:
         import diffusers
 
+        # A configuration leaves out values that were defaults when it was saved.
         scheduler_class = getattr(diffusers, name, None)
         predicts = scheduler_class and defaults(scheduler_class.__init__).get("prediction_type")
     if name.startswith("FlowMatch") or predicts not in _TARGETS:

@@ -79,6 +79,7 @@ def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[s
         return {"use_dynamic_shifting": True, **line, **terminal}
     if rule.by == "flux2" == mu:
         return {"use_dynamic_shifting": True, **terminal}
+    # Classes of schedulers have one name or the other; `build` keeps the one that the class takes.
     fixed = {"shift": bucket_shift, "flow_shift": bucket_shift}
     return {"use_dynamic_shifting": False, **fixed, **terminal}
 
@@ -109,6 +110,7 @@ class PipelineScheduler:
         named = getattr(diffusers, str(release.get("_class_name")), None)
         scheduler_class = named or getattr(diffusers, self.class_name)
         values = {**self.options, **release}
+        # An unchanged rule leaves the release's values as they are, those of unknown keys included.
         if not release or rule != self.shift(section):
             known = pretrained.defaults(scheduler_class.__init__)
             changed = shift_values(rule, self.mu, bucket_shift)

@@ -120,6 +120,7 @@ def copy_part(section: ModelSection, name: str, folder: Path) -> None:
     assert section.pretrained is not None
     root = locate(section.pretrained, name)
     shutil.copytree(root / name, folder / name)
+    # The saved index has null for the part, which the pipeline was built without.
     index = read_config(folder / "model_index.json") | {name: pipeline_index(str(root))[name]}
     text = json.dumps(index, indent=2) + "\n"
     (folder / "model_index.json").write_text(text, encoding="utf-8")

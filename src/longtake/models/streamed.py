@@ -148,6 +148,7 @@ class StreamedBlocks:
             self._blocks[self._current].take_away()
         # `free_buffers` may have given them back since.
         self._buffers = self._buffers or self._new_buffers()
+        # None in the first pass, after `free_buffers`, and where blocks run in another order.
         buffer = self._having(number)
         if buffer is None:
             buffer = self._copy(number, besides=None)
@@ -241,5 +242,6 @@ def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
                 f"block, cannot be page-locked: {error} Raise the limit (ulimit -l) or free "
                 'memory, or set model.stream = "none".'
             ) from error
+        # Not at exit, when CUDA may have shut down; the system then unlocks the memory itself.
         weakref.finalize(memory, unpin_memory, address).atexit = False
     return memory

@@ -172,6 +172,7 @@ class _Encoder:
         # An encoder of pictures has neither a limit of tokens nor a vocabulary.
         if not spec.reads_captions:
             return
+        # After `requires_grad_(False)` above: only frozen layers are quantised.
         if spec.section.quantize != "none":
             quantize_linears(module, spec.section.quantize, f"{spec.key}.quantize")
         config: Any = module.config
@@ -390,6 +391,7 @@ def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_Encoder
         if spec.section.pretrained is not None:
             given = {"config": spec.section.config}
             pretrained.refuse_unused(spec.key, given, f"{spec.key}.pretrained brings its own")
+    # Template tokens are cut off by their number, which holds for the release's tokenizer alone.
     if section.pretrained is None and not parts.has_random_text:
         raise errors.RecipeError(
             f"text.pretrained is unset, but a {parts.text.class_name} with random weights is not "
@@ -449,6 +451,8 @@ def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:
         "pad_token_id": special.index(_PAD),
         "eos_token_id": special.index(_END),
     }
+    # Only CLIP has a start token here. It also learns a position for each token; T5's positions are
+    # relative, and its configuration has no such key.
     if _START in special:
         fitted |= {"bos_token_id": special.index(_START)}
         fitted |= {"max_position_embeddings": spec.section.num_tokens()}
@@ -466,6 +470,7 @@ def _transformers_tokenizer(words: Tokenizer, spec: _EncoderSpec) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     framing = [token for token in spec.special if token in (_START, _END)]
+    # CLIP's vector of a caption is its hidden state at the end token, so every caption needs one.
     words.post_processor = processors.TemplateProcessing(
         single=" ".join([*framing[:-1], "$A", _END]),
         special_tokens=[(token, words.token_to_id(token)) for token in framing],

@@ -43,6 +43,7 @@ def make_trainable(
         )
         for name, added in section.modules.items()
     }
+    # Deferred parameters are on the meta device, but what is added to them has values at once.
     device = torch.device("cpu") if deferred else next(model.parameters()).device
     untrained = set(family.block.untrained_parameters(model))
     if base != "full":
@@ -89,6 +90,7 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
+    # Frozen weights are in no checkpoint, so keys may be missing; none may be unknown.
     unexpected = model.load_state_dict(state, strict=False).unexpected_keys
     assert not unexpected, unexpected
 
@@ -186,6 +188,7 @@ def adapter_config(model: Any, base: str | None) -> Any:
     """Return peft's configuration of `lora_state`, with scale 1 and `base` as the base model."""
     config = copy.deepcopy(model.peft_config[ADAPTER])
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
+    # As peft saves adapters: a reader that loads one gets it frozen.
     config.inference_mode = True
     config.base_model_name_or_path = base
     return config
@@ -196,6 +199,7 @@ def merge(model: nn.Module) -> None:
     """Add LoRA to the weights, in new tensors, and remove it; layers get their plain names."""
     for name, layer in list(adapter_layers(model)):
         plain = layer.get_base_layer()
+        # In fp32, so that the sum is rounded to the weights' dtype once.
         weight = plain.weight.float()  # [out, in]
         if not hasattr(layer, "lora_A"):
             weight = weight + layer.get_delta_weight(ADAPTER).float()
@@ -204,6 +208,7 @@ def merge(model: nn.Module) -> None:
             if ADAPTER in layer.lora_magnitude_vector:  # DoRA gives each row its magnitude
                 magnitude = layer.lora_magnitude_vector[ADAPTER].weight.float()
                 weight = weight * (magnitude / torch.linalg.norm(weight, dim=1))[:, None]
+        # A new tensor: the old one may be shared with the model that `plain_copy` copies.
         plain.weight = nn.Parameter(weight.to(plain.weight.dtype), requires_grad=False)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, plain)

@@ -162,6 +162,7 @@ class TubeletTransformer(nn.Module):
         self.block_caller: Callable[..., Any] | None = None
         self._sharing: TokenSharing | None = None
         grid = _grid_of(self.clip_shape, patch_size)
+        # Six parts: a sine and a cosine for frames, rows and columns.
         if hidden_size % num_heads or hidden_size % 6:
             raise ModelError(
                 f"a hidden_size of {hidden_size} does not divide into {num_heads} heads and 6 "
@@ -218,6 +219,7 @@ class TubeletTransformer(nn.Module):
         condition = noise_level + self.condition.of_caption(words)
         tokens = torch.cat([words, self.tube_in(tubes) + self.positions], dim=1)
         if self._sharing is not None:
+            # Caption and clip are cut as one row of tokens, because all attend to each other.
             self._sharing.begin(tokens.shape[1])
             tokens = self._sharing.cut(tokens, 1)
         for block in self.blocks:
@@ -226,6 +228,7 @@ class TubeletTransformer(nn.Module):
             tokens = self._sharing.gather(tokens, 1)
         shift, scale = self.modulation_out(condition)[:, None].chunk(2, dim=-1)
         clip = self.tube_out(_normalise(tokens[:, words.shape[1] :]) * (1 + scale) + shift)
+        # In fp32, because the division by a small sigma magnifies rounding errors.
         clip = from_tubes(clip.float(), self.patch_size, self.clip_shape)
         return velocity_from_latents(noisy_latents.float(), clip, sigmas.float())
 

@@ -102,6 +102,7 @@ def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     def cut_timesteps(
         _model: nn.Module, args: Any, inputs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
+        # One timestep for each sample, which all ranks need; TI2V-5B has one for each token.
         if inputs["timestep"].ndim == 1:
             return args, inputs
         sharing.begin(inputs["timestep"].shape[1])
@@ -178,6 +179,7 @@ class Wan(diffusers_family.DiffusersFamily):
         if free is not None:
             noisy_latents = self.inputs.with_given(noisy_latents, conditioning)
             _, rows, columns = model.config.patch_size
+            # A timestep for each token: those of given frames, which are clean, are at time 0.
             free = free[:, 0, :, ::rows, ::columns].flatten(1).to(timesteps)
             timesteps = free * timesteps[:, None]
         elif "first_latents" in conditioning:
@@ -234,5 +236,6 @@ _AROUND_BLOCKS = {
 
 def original_name(name: str) -> str:
     names = _IN_BLOCKS if name.startswith("blocks.") else _AROUND_BLOCKS
+    # Names are replaced in one pass, because norm2 and norm3 change places, and only between dots.
     whole_parts = rf"(?<![^.])({'|'.join(map(re.escape, names))})(?![^.])"
     return re.sub(whole_parts, lambda part: names[part[0]], name)
