@@ -72,7 +72,7 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) 
     Args:
         codec: the recipe's codec.
         bucket: shape of the clips in pixels.
-        patch: the family's; without it only the codec has to divide the bucket.
+        patch: the family's patch; without it only the codec has to divide the bucket.
 
     Raises:
         RecipeError: the bucket does not divide; names the nearest that does.

@@ -416,7 +416,7 @@ def build_codec(
 
     Args:
         section: the recipe's codec section.
-        part: the family's.
+        part: the family's codec.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
     Raises:

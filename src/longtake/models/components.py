@@ -87,9 +87,9 @@ class Components:
         Args:
             shift: the recipe's value.
             bucket: the clips' shape.
-            num_steps: of sampling, which FLUX.2's rule follows. None, in training: those with
-                which the release is sampled, so that no key of sampling changes what is trained;
-                and a rule is not followed beyond the tokens that it was made for.
+            num_steps: number of sampling steps, on which FLUX.2's rule depends. None, in training,
+                takes the release's own number, so that no key of sampling changes what is trained,
+                and limits the tokens to those that the rule was made for.
         """
         shape = latent_shape(self.codec, bucket)
         num_tokens = self.family.block.num_tokens(self.model, shape)
@@ -187,14 +187,14 @@ def assemble(
 
     Args:
         recipe: checked here for parts that do not fit together.
-        captions: the catalog's, for a vocabulary (not read where the run has one).
+        captions: captions of the catalog, for a vocabulary; not read if the run has one.
         made: the folder of frozen parts that the run made when it began; None when it begins.
         frozen_parts: without them codec and text encoders have shapes but cannot encode, for a run
             whose latents and prompt embeddings are cached; a vocabulary is the real one.
-        weights: where the model gets them. If it cannot get them later, it has them at once, and
-            `unfilled` is empty.
-        quantized: what blocks are quantised to where model.quantize = "auto" and the run has not
-            begun; afterwards `made` says it.
+        weights: source of the model's weights. A model that cannot be filled later is built with
+            its weights, and `unfilled` is empty.
+        quantized: formats of the blocks, for model.quantize = "auto" before the run begins;
+            later they are read in `made`.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -251,7 +251,7 @@ def build_frozen_parts(
 def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path]:
     """Download what a recipe names by repository ids, for all processes on this node.
 
-    That is both transformers of a release with two, where the other one is sampled with.
+    Of a release with two transformers both are downloaded, if the run samples with the other one.
 
     Returns:
         The folders of weights and tokenizers, by key and name of the part.

@@ -63,7 +63,7 @@ class DeferredParameter(NamedTuple):
 
 @dataclass(frozen=True)
 class DeferredWeights:
-    """All parameters of a model that have no values yet."""
+    """The parameters of a model that have no values yet, and the source of their values."""
 
     parameters: Sequence[DeferredParameter] = ()
     files: Mapping[str, Path] | None = None

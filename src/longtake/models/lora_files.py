@@ -107,8 +107,8 @@ def read_lora(
 ) -> dict[str, StoredLora]:
     """Read the LoRA of a file for the layers of a model, by the layers' names.
 
-    The model may be on the meta device. Of a file for both experts of a release, the half of
-    `expert` is read.
+    The model may be on the meta device. From a file for both experts of a release, only the half
+    of `expert` is read.
 
     Raises:
         ModelError: the file, or adapter_config.json beside it, cannot be read.
@@ -170,7 +170,7 @@ def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
 
 
 class _LoraFile:
-    """Weights and settings of a file; of a file for both experts, those of the trained one."""
+    """Weights and settings of a LoRA file; from a file for both experts, the trained one's."""
 
     def __init__(self, path: Path, expert: Expert | None) -> None:
         self.path = path
@@ -338,7 +338,10 @@ def _is_expected(name: str, value: object) -> bool:
 
 
 def _of_layer(pattern: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
-    """Return the value of the first name that is a suffix of the layer's, as peft looks it up."""
+    """Return a layer's value in a peft pattern: that of the first name which the layer ends with.
+
+    Without such a name it is `otherwise`.
+    """
     ends = (value for name, value in (pattern or {}).items() if f".{layer}".endswith(f".{name}"))
     return next(ends, otherwise)
 

@@ -82,14 +82,14 @@ class StreamedBlocks:
     """Streaming of the frozen linear layers of blocks; other weights stay on the device.
 
     Weights that have values are moved to host memory at once; those on the meta device get values
-    within `on_host`. Until a block is called its weights are None. Gradients are bitwise
-    the same as without, whether activations are kept or recomputed: the layers become
+    within `on_host`. Until a block is called its weights are None. Gradients are bitwise equal to
+    those without streaming, whether activations are kept or recomputed: the layers become
     `FrozenLinear`, which looks its weight up again in the backward pass, and the gradient of a
     block's output calls for the weights first.
 
     Args:
         blocks: the blocks in the order in which they run.
-        device: on which they run.
+        device: device on which the blocks run.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], device: torch.device) -> None:

@@ -321,7 +321,7 @@ def build_text(
 
     Args:
         section: the recipe's text section.
-        family: whose encoders they are.
+        family: family of the model, which names the classes of its encoders.
         captions: the catalog's captions; without a saved vocabulary one is made of their words.
         made: the folder of frozen parts that the run made when it began; None when it begins.
 
