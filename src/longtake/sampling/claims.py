@@ -105,6 +105,8 @@ class CommittedWeights:
             return cls(unreadable=error.reason)
         except OSError as error:
             return cls(unreadable=f"{error.strerror or error}")
+        # From the checksums and not from the step: after a rollback a step is saved again with
+        # other weights, which are evaluated again.
         sums: dict[str, list[str]] = defaultdict(list)
         for name, entry in sorted(listed.items()):
             part, _, rest = name.partition("/")
@@ -174,10 +176,10 @@ class Claims:
     """The claims of one server on the tasks of one run.
 
     Args:
-        server: its name.
+        server: name of the server.
         lease_seconds: time without a sign of life after which others take its tasks over.
-        max_attempts: at each task.
-        pause_seconds: between two attempts at a task, times the number of failures.
+        max_attempts: number of attempts at each task.
+        pause_seconds: pause between two attempts at a task, times the number of failures.
     """
 
     def __init__(
@@ -197,6 +199,7 @@ class Claims:
 
     def attempts(self, task: EvaluationTask) -> Attempts:
         """Count the failed or lost attempts at a task's preset in the records of its lease."""
+        # A server that died wrote no count of attempts: the files of the lease are the record.
         records = history(task.claim_path)
         # The newest record without an end is of an attempt that goes on.
         lost = [record for record in records[:-1] if record.get("ended") is None]
@@ -434,6 +437,7 @@ def _make_way(task: EvaluationTask) -> bool:
     known = scores["key"] if scores else "unknown"
     if known == task.key or checkpoint_key(task.checkpoint, task.preset.weights) != task.key:
         return False
+    # A run that rolled back saves the step again: the older result stays beside the new one.
     aside = task.directory.superseded_path(task.preset.name, task.step, known)
     aside.parent.mkdir(parents=True, exist_ok=True)
     others = (aside.with_name(f"{aside.name}-{number}") for number in count(2))
@@ -446,6 +450,8 @@ def _make_way(task: EvaluationTask) -> bool:
 
 def _partial_result_path(task: EvaluationTask, number: int, record: Mapping[str, Any]) -> Path:
     whole = task.directory.result_path(task.preset.name, task.step)
+    # Server and number of the lease are in the name: a holder that has lost its lease without
+    # noticing (a stopped process, a hanging disk) never writes into its successor's folder.
     server = re.sub(r"[^\w.-]", "-", str(record.get("server")))[:100]  # others may have written it
     return whole.with_name(f".{whole.name}.{server}-{task.key}-{number}.partial")
 

@@ -36,9 +36,9 @@ def load_other(
     any memory beside the trained transformer's.
 
     Args:
-        recipe: of the run; `refuse_wrong_other` has accepted it with the other run.
-        parts: of a release with two transformers.
-        device: to sample on.
+        recipe: recipe of the run; `refuse_wrong_other` has accepted it with the other run.
+        parts: components of a release with two transformers.
+        device: device to sample on.
         run: another run, or one checkpoint of it; None: `sampling.other_expert`, or the release.
             Its averaged weights are used, if it keeps any.
         trust: run code that it names, even if another user began it.
@@ -60,6 +60,8 @@ def load_other(
     blocks = parts.family.blocks(model)
     streams = streamed.StreamedBlocks(blocks, device) if device.type != "cpu" else None
     other = OtherExpert(model, dtype, streams)
+    # Frees the buffers that StreamedBlocks has just allocated: until the model's turn, the text
+    # encoder and the codec need the room.
     other.bring(torch.device("cpu"))
     return replace(parts, other=other)
 
@@ -130,6 +132,7 @@ def _model_of_run(path: Path, parts: Components, *, trust: bool, exact: bool) ->
     own = find_run(path).recipe()
     weights = weights_to_sample(own)
     run, checkpoint = find_checkpoint(path, None, weights)
+    # Without presets: the measures that they name are not imported here, and need no trust.
     model_recipe = own.model_copy(update={"evaluation": EvaluationSection()})
     refuse_foreign_code(run, trust=trust, recipe=model_recipe)
     # Without frozen parts, since codec and text encoder are this run's.

@@ -173,6 +173,7 @@ def find_files(
             f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
             "prompt, or one for all."
         )
+    # Files that several prompts share are read once.
     inputs = {}
     for file in dict.fromkeys(files):
         path = find_file(key, file, folder)

@@ -140,9 +140,12 @@ def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
     directory = RunDirectory(run)
     kept = fsio.read_json(EvaluationDirectory(directory).preset_path(DEFAULT)).get("prompts")
     inputs = recipe.model_inputs()
+    # With inputs the prompts follow from clips again: preset.json has digests of the inputs' files,
+    # not their paths.
     if kept and not inputs:
         return {"prompts": tuple(map(str, kept))}
     held_out = [recipe.evaluation.held_out] if recipe.evaluation.held_out else []
+    # In the order of names, so that every process of a run chooses the same prompts.
     trained = sorted(directory.catalogs_path.glob("*.parquet"))[:1]
     # By caption, so that one in both catalogs is sampled once.
     clips = {

@@ -297,6 +297,7 @@ def read_tables(
 
 def _read_presets(path: Path, recipe: config.Recipe) -> dict[str, dict[str, Any]]:
     try:
+        # Editors on Windows write a byte order mark, which TOML does not allow.
         tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise RecipeError(
@@ -342,6 +343,7 @@ def settings_for(
     values["sampling"] |= {k: v for k, v in changes.items() if v is not None}
     bucket = values["data"]["buckets"][0]
     values["data"]["buckets"] = [bucket | {k: v for k, v in sizes.items() if v is not None}]
+    # As a whole recipe, so that bounds and combinations of keys are those of training.
     changed = config.parse(values, source="The settings of this sampling")
     (negative,) = with_trigger([changed.sampling.negative_prompt], recipe)
     settings = changed.sampling.model_copy(update={"negative_prompt": negative})
@@ -390,6 +392,7 @@ def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
     """Refuse, before sampling, a size or frame rate that the video encoder would refuse."""
     if suffix_of(bucket) == ".png":
         return
+    # 4:2:0 stores one colour for 2 x 2 pixels.
     height, width = (size + size % 2 for size in (bucket.height, bucket.width))
     if (width, height) != (bucket.width, bucket.height):
         raise RecipeError(

@@ -300,7 +300,7 @@ class Sampler:
 
         Args:
             requests: one per video.
-            settings: of solver and guidance.
+            settings: settings of solver and guidance.
             bucket: size of the videos.
             on_step: called after each step with the number of finished steps.
             decoding: `whole`, `tiles`, or `auto` for what fits the memory.
@@ -322,6 +322,8 @@ class Sampler:
         scale = guidance_scale(parts, settings)
         guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
         denoise = partial(self._denoise, guide, noise.to(self.device), settings, bucket, on_step)
+        # After `_guidance`, for which text encoder and codec were on the device: they leave it
+        # first.
         parts.bring("model", self.device)
         with torch.no_grad():  # not inference_mode: modules may cache tensors for training
             uses_guidance = guide.unconditional is not None
@@ -376,6 +378,7 @@ class Sampler:
             return guide.velocity(part, two_passes=two_passes)
         scale_2 = settings.guidance_scale_2
         of_low = guide.scale if scale_2 is None else scale_2
+        # Both transformers need weights here, as one solver's steps cross the boundary.
         assert self.components.other is not None
         # The other transformer may have weights of another dtype.
         section = self.recipe.model.model_copy(update={"dtype": self.components.other.dtype})
@@ -571,7 +574,7 @@ class SamplerLoader:
     """Keeps a run's model, codec and text encoder in memory, to load checkpoints into the model.
 
     Args:
-        run: whose checkpoints are sampled.
+        run: run whose checkpoints are sampled.
         device: `cpu`, `cuda`, one GPU such as `cuda:1`, or `auto`: the GPU with the most free
             memory, or the CPU if no GPU has enough.
         trust: run code that the run names, even if another user began it.
@@ -601,7 +604,9 @@ class SamplerLoader:
             self.recipe = with_exact_weights(self.recipe)
         # Without presets, since their measures are loaded elsewhere.
         model_recipe = self.recipe.model_copy(update={"evaluation": EvaluationSection()})
+        # Before `assemble`, which imports the classes that the recipe names.
         refuse_foreign_code(run, trust=trust, recipe=model_recipe)
+        # Before minutes of loading, though the other transformer is built last.
         refuse_wrong_other(self.recipe, other_expert)
         if device != "auto":
             pick_device(device)  # refuses a missing device before anything is loaded
@@ -662,10 +667,10 @@ def load_sampler(
     Only the weights and trainer.json need exist in the checkpoint.
 
     Args:
-        path: of the run or checkpoint.
-        step: of the run's checkpoint; None: the newest.
+        path: folder of the run or checkpoint.
+        step: step of the run's checkpoint; None: the newest.
         ema: sample averaged weights; None: if the run keeps any.
-        profile: of the averages; None: the first.
+        profile: EMA profile of the averages; None: the first.
         options: `device` and the further arguments of `SamplerLoader`.
 
     Raises:

@@ -51,6 +51,7 @@ def sample_preset(
         PlanError: not even one video fits the memory.
         RunError: a file cannot be written, or a reference input has changed.
     """
+    # When sampling starts, not when the preset is read: a server may wait for hours in between.
     preset.refuse_changed_files()
     rows = []
     requests, size = preset.requests(), preset.batch_size
@@ -124,11 +125,11 @@ def check_samples(
     """Refuse what `write_samples` could not sample, before a model is loaded.
 
     Args:
-        recipe: of the run.
-        prompts: may contain `[trigger]`.
+        recipe: recipe of the run.
+        prompts: prompts, which may contain `[trigger]`.
         conditioning: reference inputs as NAME=FILE.
         out: file to write, whose folder is created.
-        changes: of the recipe's settings, as for `presets.settings_for`.
+        changes: changes of the recipe's settings, as for `presets.settings_for`.
 
     Returns:
         Prompts, reference inputs, settings and size.
