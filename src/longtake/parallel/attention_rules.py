@@ -71,6 +71,7 @@ CHOICES: dict[AttentionKind, KernelChoice] = {}
 
 
 def has_cudnn_faults() -> bool:
+    # Not a comparison of texts: torch.__version__ is a TorchVersion, which compares numbers.
     return torch.__version__ < REPAIRED_IN
 
 
@@ -152,6 +153,8 @@ def guard_attention(device_type: str = "cuda") -> None:
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         return
+    # In torch's dispatcher, where every caller ends: functions of `torch.nn.functional` may have
+    # been imported before, and compiled code or user modules call the operation directly.
     _LIBRARIES.append(obey_refusals(f"Autograd{device_type.upper()}"))
     if device_type == "cpu" or has_cudnn_faults():
         _LIBRARIES.append(give_whole_gradients(_BACKWARDS[device_type], device_type.upper()))
@@ -208,6 +211,8 @@ def give_whole_gradients(operation: str, dispatch_key: str) -> Any:
         **how: Any,
     ) -> Any:
         output: Tensor = rest[0]
+        # The cached graph reads the gradient by the strides of an earlier call: another layout
+        # gives wrong gradients or reads beyond the tensor's end.
         if gradient.stride() != output.stride():
             gradient = torch.empty_like(output).copy_(gradient)
         return torchs.call_boxed(keys, gradient, query, key, value, *rest, **how)

@@ -71,6 +71,7 @@ def first_does(work: Callable[[], object], world: World) -> None:
             work()
         except LongtakeError as raised:
             error = raised
+    # Also after success: this is what the other ranks wait for.
     message = from_first(None if error is None else str(error), world, world.patient_group)
     if message is not None:
         raise error or LongtakeError(message)

@@ -123,6 +123,7 @@ def _sampled_digest(path: Path) -> str:
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:
+        # The head of a safetensors file has all names, dtypes and shapes.
         digest.update(file.read(_HEAD_BYTES))
         rest = size - _HEAD_BYTES
         count = min(_NUM_SAMPLES, -(-rest // _SAMPLE_BYTES))
@@ -165,6 +166,7 @@ def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
     """
     if world.mesh is None:
         return []
+    # Rank 0's facts once and only differences back: without any, these are two small collectives.
     first = collectives.from_first(facts, world)
     keys = [each for each in first | facts if first.get(each) != facts.get(each)]
     mine = {each: facts.get(each, ABSENT) for each in keys}

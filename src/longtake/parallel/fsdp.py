@@ -77,6 +77,7 @@ def sharding_units(
         belong to no unit before.
     """
     taken: set[nn.Parameter] = set()
+    # Blocks first: `fully_shard` of the model takes the parameters that no unit inside it has.
     for part in (*blocks, model):
         trained = [p.dtype for p in part.parameters() if p.requires_grad and p not in taken]
         inner = _of_other_dtypes(part, trained[0], taken) if trained else []
@@ -209,6 +210,7 @@ def gradient_buckets(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[
         for parameter in _trained(module):
             if parameter in taken:
                 continue
+            # The model, which comes last, lists the parameters of its blocks again.
             taken.add(parameter)
             if bucket and bucket_bytes([*bucket, parameter]) > BUCKET_BYTES:
                 yield bucket
@@ -266,6 +268,7 @@ def squares(tensors: Sequence[Tensor]) -> Tensor:
     Norms are computed in fp32 for any dtype; beyond 3.4e38 they are infinite.
     """
     norms: dict[int, Tensor] = {}
+    # One call for each dtype: with mixed ones `_foreach_norm` leaves its fused kernels.
     for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
         alike = [place for place, tensor in enumerate(tensors) if tensor.dtype == dtype]
         own = torch._foreach_norm([tensors[place] for place in alike], dtype=torch.float32)

@@ -149,6 +149,7 @@ def join(device: Device, section: ParallelSection, records: Path | None = None) 
 
 def _meeting(rank: int, size: int) -> dict[str, Any]:
     """Return a rendezvous store for one node: torch's own would listen on all addresses."""
+    # torchrun's agent then listens at this port itself, and ranks use its store.
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if os.environ.get("MASTER_ADDR") != LOOPBACK or is_shared:
         return {}
@@ -259,6 +260,7 @@ def pick_device(wanted: str, local_rank: int = 0) -> torch.device:
             f"training.device = {wanted!r} and local rank {local_rank}, but this machine has "
             f"{gpus} CUDA GPUs. Start at most one process per GPU, or --set training.device=cpu."
         )
+    # Code that names no device, such as Triton's kernels, would open a second context on GPU 0.
     torch.cuda.set_device(gpu)
     return torch.device("cuda", gpu)
 

@@ -66,6 +66,7 @@ def _in_words(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def _words(parts: Sequence[Tensor]) -> Tensor:
+    # A view as int64 needs whole words that begin at a multiple of 8 bytes of the storage.
     missing = -sum(map(len, parts)) % 8
     if len(parts) > 1 or missing or parts[0].storage_offset() % 8:
         parts = [torch.cat([*parts, parts[0].new_zeros(missing)])]
@@ -91,6 +92,7 @@ def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> li
     for group in groups:
         (common, count), *others = Counter(values[rank] for rank in group).most_common()
         if others:
+            # Of two copies that differ neither can be called right.
             has_majority = 2 * count > len(group)
             unlike += [rank for rank in group if not has_majority or values[rank] != common]
     return sorted(unlike)
@@ -112,6 +114,7 @@ class ReplicaCheck:
         """Return this rank's checksum as two exact numbers in its slots, with 0 in all others."""
         value = 0 if own_checksum is None else int(own_checksum) % _HALF**2
         slots = {f"replica.{n}.{h}": 0.0 for n in range(self._world.size) for h in (0, 1)}
+        # The sum over ranks is in float64, exact up to 2^53: 64 bits go as two halves of 32.
         high, low = divmod(value, _HALF)
         return slots | {f"replica.{self._world.rank}.{h}": float((high, low)[h]) for h in (0, 1)}
 

@@ -64,6 +64,7 @@ def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
         output = logsumexp = query  # replaced by those of the first block, then of all so far
         for step, owner in enumerate(ring.owners()):
             is_last = step == len(ring.counts) - 1
+            # Begun before the kernel, so that the transfer hides behind the computation.
             arriving = None if is_last else ring.pass_on(block, owner)
             output_of_block, rows = kernel.forward(query, *_by_clip(block), scores)[:2]
             rows = rows.flatten(2)[..., : query.shape[-2]]  # some kernels pad them
@@ -209,6 +210,8 @@ def _kernel_in(
 
 def _heads_last(tensor: Tensor) -> Tensor:
     """Copy to memory in the order [B, t, h, d], not as a view of a larger tensor."""
+    # torch forbids custom operations to return views of their inputs, and the compiler relies on
+    # the strides that the registered shape functions state.
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
 
 
