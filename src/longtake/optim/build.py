@@ -56,6 +56,7 @@ def build_optimizers(
             MasterAdamW(chosen.adamw, rate, betas, weight_decay=decay, offload=section.offload)
         )
     elif chosen.adamw:
+        # torch's default (foreach) holds one more copy of all trained parameters during a step.
         optimizers.append(AdamW(chosen.adamw, rate, betas, weight_decay=decay, fused=True))
     if chosen.eight_bit:
         optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
@@ -96,6 +97,7 @@ def choose_optimizers(
             chosen.own.append(parameter)
         elif section.kind == "muon" and id(parameter) in in_blocks and parameter.ndim == 2:
             chosen.muon.append(parameter)
+        # By the sizes of all ranks' shards, since ranks must choose alike.
         elif section.kind == "adamw8bit" and has_eight_bit_state(parameter):
             chosen.eight_bit.append(parameter)
         elif section.kind == "prodigy":

@@ -80,6 +80,8 @@ class Muon(Fp32Optimizer):
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         num_matrices = 0
         for batch in in_batches(parameters):
+            # `first` continues the count, so that the extra matrices of many batches spread over
+            # all ranks instead of meeting on the first.
             self._step_batch(batch, group, first=num_matrices)
             num_matrices += len(batch)
 
@@ -93,6 +95,7 @@ class Muon(Fp32Optimizer):
         if isinstance(parameters[0], DTensor):
             share = _Share.of(parameters[0], len(parameters), first)
             whole = share.gather(matrices)
+            # A rank may have no whole matrix of a batch, but takes part in both exchanges.
             if len(whole):
                 whole = orthogonalise(whole, group["num_iterations"])
             steps = share.scatter(whole)
@@ -153,6 +156,7 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
         groups[parameter.shape, parameter.device].append(parameter)
     batches = []
     for (shape, _), group in groups.items():
+        # Each rank gathers only its share of a batch, so batches grow with the number of ranks.
         most = max(1, _MAX_BATCH_ELEMENTS // shape.numel()) * _num_shards(group[0])
         batches += [group[start : start + most] for start in range(0, len(group), most)]
     return batches

@@ -100,6 +100,7 @@ def refuse_own_optimizer(parameters: Sequence[Tensor], section: OptimizerSection
             '"fp32".'
         )
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        # Small copies are enough: states are judged by their names, types and changes of shape.
         shapes = [[min(size, 4) for size in each.shape] for each in parameters]
         weights = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
         optimizer, states = own_optimizer(weights, section), list[dict[str, str]]()

@@ -50,13 +50,15 @@ class Prodigy(Fp32Optimizer):
         correction = math.sqrt(1 - beta2**done) / (1 - beta1**done)
         rate = distance * group["lr"] * correction
         sums = [self._accumulate(each, beta1, beta2, distance) for each in parameters]
-        # Summed over all ranks; if each holds all of a tensor, the ratios are still right.
+        # The one wait for the device: both sums of all parameters in one copy. They are added up
+        # over all ranks; if each holds all of a tensor, the ratios are still right.
         total = torch.stack(sums).sum(0).cpu()
         if dist.is_initialized():
             dist.all_reduce(total)
         moved, weighted = total.tolist()
         if not weighted:  # no gradient yet
             return
+        # Relative to the first distance, as in prodigyopt; it cancels in the quotient below.
         gained = distance / _FIRST_DISTANCE * rate * moved
         group["numerator"] = math.sqrt(beta2) * group["numerator"] + gained
         # The estimate never falls.
@@ -78,6 +80,8 @@ class Prodigy(Fp32Optimizer):
             updated = self.add_master(parameter)
             zeros = ("exp_avg", "exp_avg_sq", "gradients")
             self.state[parameter] |= {name: torch.zeros_like(updated) for name in zeros}
+            # Whole also where all weights are 0 (LoRA's B): prodigyopt keeps one number then, a
+            # shape that depends on values and that a resumed run may not be able to load.
             self.state[parameter]["initial"] = updated.detach().clone()
         state = {name: local_shard(value) for name, value in self.state[parameter].items()}
         weight = state.get("master", local_shard(parameter.detach()))

@@ -141,6 +141,7 @@ class Averages:
         """
         averages = self._averages[profile]
         weights = {name: local_shard(each.detach()) for name, each in self._trained.items()}
+        # The planned memory of the device has no room for a second copy of the model.
         kept = {name: each.to("cpu", copy=True) for name, each in weights.items()}
         try:
             for name, each in weights.items():
@@ -193,6 +194,7 @@ def gamma_of(width: float) -> float:
     """
     inverse = width**-2
     roots = np.roots([1, 7, 16 - inverse, 12 - inverse])
+    # The largest root, as in the code that the paper prints for it.
     return float(roots.real.max())
 
 
