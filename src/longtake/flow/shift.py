@@ -101,4 +101,8 @@ def flux2_mu(num_tokens: int, num_steps: int) -> float:
 
 
 def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
+    """Return Open-Sora's factor, by pixels over 512 x 512 and by latent frames.
+
+    Source: `timestep_transform` in Open-Sora 1.2's rectified flow.
+    """
     return math.sqrt(height * width / 512**2) * math.sqrt(num_latent_frames)

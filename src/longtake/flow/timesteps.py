@@ -58,6 +58,7 @@ def sample_sigmas(
     if sigma_range == (0.0, 1.0):
         return _quantile(uniform, *distribution)
     below, within = range_share(*distribution[:5], sigma_range, uniform_share)
+    # In float64, because a narrow range leaves fp32 few different numbers.
     restricted = _quantile(below + within * uniform.double(), *distribution)
     return restricted.clamp(*sigma_range).to(uniform.dtype)
 
@@ -105,6 +106,8 @@ def _quantile(
     uniform_share: float,
 ) -> Tensor:
     if uniform_share and kind == "logit_normal":
+        # A shift of a logit-normal number adds its logarithm to the mean. The trainer stretches
+        # after it.
         return stretched_logit_normal(uniform, mean + math.log(shift), std, uniform_share)
     match kind:
         case "uniform":
