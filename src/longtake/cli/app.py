@@ -84,6 +84,7 @@ def main() -> None:
         if error.errno not in _NOT_OURS:
             raise
         name = f"{error.filename} cannot be used: " if error.filename else ""
+        # 2, as for a LongtakeError: it tells a launcher that a restart would meet the same error.
         say.complain(f"{name}{error.strerror}. Check its permissions and the room on its disk.")
         sys.exit(2)
 
@@ -255,6 +256,7 @@ def _load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
     from longtake.sampling.checkpoints import find_run
     from longtake.sampling.sampler import load_sampler
 
+    # After loading, which has passed over the checkpoints that are damaged.
     sampler, run = load_sampler(path, step=step, **options), find_run(path)
     # A checkpoint that was named by its path has no newer ones to mention.
     if step is None and run.path == path:
@@ -283,6 +285,7 @@ def export(
         from longtake.evaluation.export import export as write
         from longtake.sampling.checkpoints import find_run
 
+        # Refused before the model is loaded, which can take minutes.
         check_export(find_run(run).recipe(), out, wanted)
         enter("loading the model")
         sampler = _load_sampler(
@@ -294,6 +297,7 @@ def export(
             trust=trust,
             exact=True,
             other_expert=other_expert,
+            # A pipeline holds both transformers of a release; LoRA and ComfyUI files hold one.
             with_other=wanted == "diffusers",
         )
         enter("writing the export")

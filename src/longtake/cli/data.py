@@ -313,6 +313,7 @@ def prepare(
 
 def _parse_size(text: str) -> tuple[int, int]:
     width, _, height = text.lower().partition("x")
+    # `int` alone would take signs, spaces and underscores.
     if not all(re.fullmatch("[0-9]{1,5}", side) for side in (height, width)):
         raise errors.DataError(
             f"--size {text[:80]}: expected WIDTHxHEIGHT in pixels, such as 832x480."
@@ -485,6 +486,7 @@ def caption(
     loaded, target = Catalog.load(catalog), out or catalog
     check_out(target)  # now, as captioning may take hours
     with progress.phase_lines(say.console(), "loading the captioner"):
+        # Before clips are decoded: a model that cannot be loaded ends the command at once.
         made, given = _captioner(captioner, options or ())
     with progress.counted(say.console(), "caption") as advance:
         done = generated_captions.caption(
@@ -536,6 +538,7 @@ def _captioner(path: str, options: "Sequence[str]") -> tuple[Any, dict[str, obje
             raise errors.RecipeError(
                 f"--option {text[:80]!r}: expected KEY=VALUE, such as model=FOLDER."
             )
+        # As --set reads values, so that numbers and booleans are not texts.
         given[key] = config.parse_value(value)
     found = trust.import_class(path, "--with")
     if not callable(getattr(found, "captions", None)):
@@ -584,6 +587,7 @@ def show(
         print_show(say.console(), shown)
         if out is not None:
             say.line(f"wrote {out}")
+    # The exit code of `train` and `plan` for a recipe that they refuse.
     if shown.get("refusal"):
         raise typer.Exit(2)
 
@@ -656,6 +660,7 @@ def cache(
     if not is_part or not 1 <= int(number) <= int(total):
         raise typer.BadParameter(f"--shard {shard}: expected I/N, such as 1/4, 2/4, 3/4 and 4/4")
     part = int(number) - 1, int(total)
+    # Buckets that are chosen from the catalog decide the latents' shapes, as in training.
     loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
     with connected(on):
         facts = cache_ahead(loaded, say.console(), on=on, workers=workers, part=part)

@@ -86,6 +86,7 @@ def evaluate(
         ended = serve(options, device, say.console())
     except KeyboardInterrupt:  # a second Ctrl-C
         say.line("Stopped at once: whole results are kept, and what was begun is begun again.")
+        # 128 + the signal's number is the shells' code for a process that a signal has ended.
         raise typer.Exit(128 + signal.SIGINT) from None
     if as_json:
         say.result(ended)

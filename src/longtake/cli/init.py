@@ -205,6 +205,7 @@ def render_recipe(
     """
     import jinja2
 
+    # Both paths stand in comments of the recipe, where a line break would begin a line of TOML.
     for path in (data, recipe):
         if printable(str(path)) != str(path):
             raise errors.RecipeError(
@@ -220,6 +221,7 @@ def render_recipe(
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        # A name that is missing here fails, instead of leaving a gap in the recipe.
         undefined=jinja2.StrictUndefined,
         autoescape=False,  # noqa: S701 - TOML, whose strings are written by the filter `toml`
     )
@@ -270,6 +272,7 @@ def write_module(module: str) -> None:
     path = Path(*module.split(".")).with_suffix(".py")
     text = _FOLDER.joinpath(f"{_MODULE.rpartition('.')[2]}.py.txt").read_text("utf-8")
     try:
+        # Mode "x": the user may have changed the copy that an earlier call wrote.
         with path.open("x", encoding="utf-8") as file:
             file.write(text.replace(_MODULE, module))
     except FileExistsError:

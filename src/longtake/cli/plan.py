@@ -134,6 +134,8 @@ def _load(path: Path, changes: Sequence[str], trust: bool) -> "Recipe":
     from longtake.trust import load_recipe
 
     loaded = with_batch_sizes(with_buckets(load_recipe(path, changes, trust=trust)))
+    # What `train` refuses before its first step is refused here: after a plan that accepts a
+    # recipe, training must not end at once.
     refuse_wrong_samples(loaded, RunDirectory(loaded.out))
     return loaded
 
@@ -151,6 +153,7 @@ def _choose_device(
     from longtake.planner.devices import device_budget, with_host_memory
 
     planned = device_budget(recipe, world_size=processes)
+    # The recipe's memory belongs to the recipe's GPU: one named by --device has all of its own.
     if memory is None and (device or planned.memory_bytes is None):
         planned = planned.with_own_memory()
     if host_memory is None:

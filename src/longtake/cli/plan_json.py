@@ -233,4 +233,5 @@ def _gib(num_bytes: int | None) -> float | None:
 
 
 def _digits(value: float, digits: int = 6) -> float:
+    # Digits that count instead of decimals: times reach from microseconds to months.
     return float(f"{value:.{digits}g}")

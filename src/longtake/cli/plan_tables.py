@@ -58,6 +58,7 @@ _LEGEND = (
 def print_plan(console: Console, recipe: str, report: "PlanReport", seconds: float) -> None:
     """Print the report of `longtake plan`, at least 100 columns wide in a pipe."""
     if not console.is_terminal:
+        # rich assumes 80 columns without a terminal, in which the tables would wrap.
         console.width = max(console.width, _PIPE_WIDTH)
     parts = (f"[bold]{escape(recipe)}[/bold]", *_parts(report))
     end = f"[dim]Predicted in {seconds:.1f} s; nothing was run on the device.[/dim]"
@@ -252,6 +253,7 @@ def _describe_best(known: "Forecast") -> str:
         if row.link_share >= _LITTLE_WAITING:
             text += f", of which it waits {row.link_share:.1%} of its time for copies"
         more = 100 * (best.overhead - best.overhead_with_another_gib)
+        # Less would be printed as 0.0 points.
         is_much = more >= 0.05 and row.peak_bytes > _MUCH_MORE_THAN_A_GIB
         text += f"; the next GiB would take {more:.1f} points off." if is_much else "."
     return text

@@ -69,6 +69,7 @@ def show(
             most = 100 if span is None else span
             near = {} if around is None else {"first": max(0, around - most), "last": around + most}
             query = {name: str(step) for name, step in near.items()}
+            # Resolved, because the page is titled by the folder's own name, which `.` does not have.
             write_report(run.resolve(), out, pages=("overview",), query=query)
             facts["page"] = str(out)
     say.skipped_lines()
@@ -204,6 +205,7 @@ def bundle(
         raise errors.RunError(
             f"{archive} was not written. Add --yes to write it without a question."
         )
+    # On stderr, because stdout is for the JSON of --json.
     if not yes and not typer.confirm(f"Write {archive}?", err=True):
         raise typer.Exit(1)
     size = write(found, archive)
@@ -217,6 +219,7 @@ def bundle(
 
 def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
     """Print the result of `group_processes`, with `of` (a run or process) and `silent` hosts."""
+    # A pipe has no width; rich would wrap stacks at 80 columns.
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     hosts, count = facts["hosts"], sum(each["count"] for each in facts["groups"])

@@ -48,6 +48,7 @@ def stdout_console() -> Console:
 
 def rank() -> int:
     """Return this process's rank if torchrun started it, else 0."""
+    # Not from torch.distributed: commands print before PyTorch is imported.
     return int(os.environ.get("RANK", "0"))
 
 
@@ -57,6 +58,7 @@ def line(text: str) -> None:
 
 
 def complain(message: str) -> None:
+    # From every rank, because an error may be that of one rank alone.
     prefix = f"[rank {rank()}] " if rank() else ""
     print(f"{prefix}longtake: {printable_lines(message)}", file=sys.stderr)  # noqa: T201
 

@@ -84,6 +84,7 @@ def train(
     parent = parent_of(begun, begin_from, weights_only=weights_only, trust=trust)
     try:
         with (
+            # Importing takes seconds in which there is nothing to save: a signal ends the process.
             process.leave_on_signals(),
             progress.phase_lines(say.console(), "importing PyTorch", progress.starting_phase),
         ):
@@ -92,6 +93,7 @@ def train(
                 process.end_with(int(launcher), by=signal.SIGTERM)
             from longtake.training.train import train as train_recipe
 
+            # Passed from here, because `training` does not import `evaluation`.
             evaluate = None
             if loaded.sampling.every is not None:
                 from longtake.evaluation.evaluator import SampleEvaluator
@@ -106,6 +108,7 @@ def train(
         say.line(f"Stopped by {left.signal_name}; there was nothing to save.")
         raise
     except KeyboardInterrupt:
+        # A fresh run has a folder of its own, which is not known here.
         if not fresh:
             _say_what_is_kept(loaded.out)
         raise typer.Exit(process.EXIT_CODES["SIGINT"]) from None
