@@ -69,7 +69,7 @@ def show(
             most = 100 if span is None else span
             near = {} if around is None else {"first": max(0, around - most), "last": around + most}
             query = {name: str(step) for name, step in near.items()}
-            # Resolved, because the page is titled by the folder's own name, which `.` does not have.
+            # Resolved, because `.` has no name, by which the page calls the run.
             write_report(run.resolve(), out, pages=("overview",), query=query)
             facts["page"] = str(out)
     say.skipped_lines()
