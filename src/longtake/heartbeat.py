@@ -162,7 +162,7 @@ class Heartbeat:
         return process.start_ticks(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields except the timings, as JSON values."""
+        """Return all fields of the heartbeat except its timings, as JSON values."""
         names = ("role", "pid", "rank", "local_rank", "world_size", "launch", "step", "steps_done")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"phase": self.phase, "seconds": round(self.seconds, 3), "detail": self.detail}
@@ -219,7 +219,7 @@ class HeartbeatWriter:
             page.clip = text.encode(errors="replace")[-_CLIP_BYTES:]
 
     def set_phase(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
-        """Begin a phase, which ends the current one.
+        """Record that this process begins a phase, which ends the current one.
 
         Args:
             phase: the phase that begins.
@@ -253,7 +253,7 @@ class HeartbeatWriter:
             page.step, page.detail, page.clip = step, _first(shape), b""
 
     def end_step(self, work_seconds: float = 0.0) -> None:
-        """Record that a step is done.
+        """Record that a training step is done.
 
         Args:
             work_seconds: time that this process computed, without waiting for others; 0: unknown.
@@ -433,7 +433,7 @@ class GivenClip:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a page; None: it is missing, belongs to another user or has another format."""
+    """Read a heartbeat page; None: it is missing, another user's, or has another format."""
     # Another user may have put a link or a pipe here: O_NOFOLLOW refuses the one, and O_NONBLOCK
     # keeps the other from blocking this process.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -456,7 +456,7 @@ def read_heartbeat(path: Path) -> Heartbeat | None:
 
 
 def read_heartbeats(folder: Path) -> list[Heartbeat]:
-    """Read all pages of a folder, ranks first and by rank, including those of dead processes."""
+    """Read all heartbeat pages of a folder, also those of dead processes; ranks come first."""
     files = folder.iterdir() if folder.is_dir() else ()
     paths = (path for path in files if path.name.startswith(ROLES) and not path.suffix)
     found = [page for page in map(read_heartbeat, paths) if page is not None]

@@ -116,7 +116,7 @@ class ProcessDump(TypedDict):
     state: str
     """State letter of /proc/<pid>/stat: R S D T Z; empty: the process was gone."""
     cpu_seconds: float
-    """User and system time since the process was started."""
+    """User and system time of the process since its start, in seconds."""
     method: str
     """The way in which the stacks were read: see `stacks.StackDump`."""
     threads: Annotated[list[dict[str, Any]], AfterValidator(_are_threads)]
@@ -131,7 +131,7 @@ class Round(TypedDict):
     """Dumps of all processes of a node at about the same moment."""
 
     seconds: float
-    """Time since the first round of the dump."""
+    """Seconds from the first round of the dump to this one."""
     processes: list[ProcessDump]
 
 
@@ -173,7 +173,7 @@ class DumpRequest(TypedDict):
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
     time: fsio.Time
     by: fsio.FileName
-    """Host of the requester."""
+    """Host of the node that requests the dumps."""
     reason: Literal["stall", "asked"]
     rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool
@@ -223,6 +223,7 @@ class NodeDirectory:
 
     def append_event(self, kind: NodeEventKind, /, **fields: Any) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
+        # In one write call, as rank, launcher and watcher append to the same file.
         fsio.append_json(
             self.events_path, {"time": fsio.now(), "event": kind, "host": self.host, **fields}
         )
@@ -278,6 +279,7 @@ def node_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
 
 
 def beat_of(heartbeat: Mapping[str, Any]) -> tuple[object, object]:
+    # With the pid, as a watcher that was started again counts its beats from 1.
     return heartbeat.get("pid"), heartbeat.get("beat")
 
 
@@ -358,7 +360,8 @@ def state(run: RunDirectory) -> RunState:
     holder = lease.newest(run.lease_path)
     # The newest of all files, as each may be old in a run that lives, such as metrics at a save.
     is_fresh = silent is not None and silent <= (holder["seconds"] if holder else _FRESH_SECONDS)
-    if holder is None:  # a mirror, or a run that nobody has begun to train
+    # Without a lease: a mirror, or a run that nobody has begun to train.
+    if holder is None:
         ended = _how_it_ended(run)
         return RunState("running" if ended == "dead" and is_fresh else ended, None, silent)
     # A lease that was given back: the events say how the launch ended.

@@ -383,7 +383,7 @@ def periodic(
 
 
 class Stopped(Exception):  # noqa: N818 - nothing is wrong
-    """Work was stopped on request; see `StopSignal.check`."""
+    """Exception for work that was stopped on request; see `StopSignal.check`."""
 
 
 @dataclass(eq=False)

@@ -296,7 +296,7 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _time_link(peer: int, *, is_sender: bool) -> float:
-    """Return MB/s of the best of some bursts: a bad link is slow in all of them, a busy one not."""
+    """Return the MB/s of a link in the best of some bursts: a busy link is not slow in all."""
     load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
     reply, num_sends = torch.zeros(1, device=load.device), torch.zeros(1, device=load.device)
     forth, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)

@@ -297,7 +297,10 @@ def _cpu_tflops() -> float:
 
 
 def _gpu_tflops(device: torch.device) -> float:
-    """Return the median over the second half of many products; in the first half clocks settle."""
+    """Return a GPU's TFLOP/s: the median of many products without the first half.
+
+    In the first half its clocks settle.
+    """
     shape, taken = (_GPU_SIZE, _GPU_SIZE), list[float]()
     with torch.cuda.device(device):  # events belong to the current device of the thread
         left, right = (torch.rand(shape, device=device, dtype=torch.bfloat16) for _ in range(2))

@@ -350,7 +350,7 @@ class LaunchStop(process.StopSignal):
 
 @dataclass(frozen=True)
 class RanksExit:
-    """The end of a node's ranks of which at least one had another exit code than 0."""
+    """The way in which a node's ranks ended, if not all had exit code 0."""
 
     code: int  # exit code of the launcher, unless the ranks are restarted
     # stopped: by a signal; mistake: a restart would end the same way; crashed: a restart may help

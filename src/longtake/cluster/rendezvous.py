@@ -107,7 +107,7 @@ class Rendezvous:
         return self._read(f"preflight/{name}")
 
     def close(self) -> None:
-        """Leave once rank 0 has come here; the process with the store waits for the others."""
+        """Leave the rendezvous once rank 0 does; the process with the store leaves last."""
         if self.store is None:
             return
         self.from_first("end", True)

@@ -50,6 +50,7 @@ def data_grown(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None
     old = site.catalog()
     site.write_clips(NUM_CLIPS + _ADDED)
     site.index()
+    # The refused launch must not train a step on data that has changed.
     num_rows = len(site.run.metrics())
     with site.launch() as process:
         code = process.wait()
@@ -181,7 +182,7 @@ def lost_decoder(
     evidence: Evidence,
     kind: Literal["decoder_stalled", "decoder_died"],
 ) -> None:
-    """Stop a worker while it decodes, and kill it if it is to die rather than to stall."""
+    """Stop or kill a decode worker while it decodes, and expect that it is replaced."""
     with site.launch() as process:
         process.wait_for_rows(1)
         hang = stop_while_decoding(process, site.clips)

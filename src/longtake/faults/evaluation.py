@@ -189,6 +189,7 @@ def _is_whole(run: RunDirectory, step: int) -> bool:
 def evaluator_killed_while_sampling(
     sandbox: Sandbox, site: TrainingSite, evidence: Evidence
 ) -> None:
+    # Steps are slow late in the run, so that the servers have started when checkpoints come.
     with _two_servers(site, slow_from=30) as (first, second, process):
         step = first.wait_for_video()
         os.kill(first.pid, signal.SIGKILL)
@@ -383,6 +384,7 @@ def half_synced_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evide
         at = time.monotonic()
         server.wait_for_report("evaluation_finished", late)
         seconds = time.monotonic() - at
+        # With --follow a server never ends by itself.
         os.kill(server.pid, signal.SIGTERM)
         server.finish(expected=128 + signal.SIGTERM)
     evidence.detected_seconds = seconds

@@ -35,6 +35,7 @@ _LARGEST_LOSS_ERROR = 1e-3  # relative, after some dozens of steps whose sums ro
 _LARGEST_WEIGHT_ERROR = 1e-5  # relative L2 distance of a tensor
 _NONE: Identities = np.empty(0, np.uint64)
 _NOTHING: Mapping[int, Identities] = MappingProxyType({})
+# Columns that are equal in equal runs: times and memory are not.
 _COMPARED = ("step", "epoch", "loss", "grad_norm", "learning_rate")
 # Files that differ for equal states: they record the save itself.
 _OF_THE_SAVE = {".metadata", "COMMITTED", "trainer.json"}
@@ -203,7 +204,7 @@ class Evidence:
     def expect_lost_steps_reported(
         self, found: ObservedEvent | None, newest: int, output: str
     ) -> None:
-        """Expect that event and output report the number of steps to be trained again."""
+        """Expect that the event `resumed` and the output report how many steps were lost."""
         lost = self.steps_lost or 0
         reported = found.event.get("lost_steps") if found else None
         self.expect(reported == lost, f"the event reports {reported} lost steps, and {lost} were")
@@ -228,7 +229,7 @@ class Evidence:
         self.expect(rank in named, none)
 
     def outcome(self) -> dict[str, Any]:
-        """Return the fields of a `DrillResult`."""
+        """Return the outcome of the drill as the fields of a `DrillResult`."""
         seconds, counts = self.detected_seconds, self.counts
         return {
             "passed": not self.complaints,
@@ -316,6 +317,7 @@ def steps_skipped(run: RunDirectory) -> list[int]:
 
 def first_difference(run: RunDirectory, other: RunDirectory, until: int | None) -> int | None:
     """Return the first step, up to `until`, whose metrics differ in any bit; None: none does."""
+    # A run that has fewer steps differs, too.
     for step, pair in enumerate(zip_longest(_curve(run), _curve(other)), 1):
         if until is not None and step > until:
             return None

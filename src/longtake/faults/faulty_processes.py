@@ -86,7 +86,7 @@ def read_hang(folder: Path) -> Hang | None:
 
 @dataclass
 class HangingReader:
-    """Reader of windows that hangs after some; only the first of a run's workers does."""
+    """Reader of a decode worker's windows that hangs after some of them, in one worker of a run."""
 
     hang: Callable[[], None]
     after: int  # number of windows that are read before
@@ -109,7 +109,7 @@ class WrongClock:
     _begun: int | None = field(default=None, init=False)
 
     def read(self) -> Clocks:
-        """Read the clocks."""
+        """Return readings of the clocks, which are wrong once the fault has begun."""
         real, monotonic, raw = read_clocks()
         if self._begun is None:
             self._begun = raw + int(self.after_seconds * 1e9)
@@ -125,6 +125,7 @@ class WrongClock:
 def _decode() -> None:
     """Run a decode worker that hangs."""
     how, after = sys.argv[1:3]
+    # The worker's own arguments remain.
     del sys.argv[1:3]
     hang = {"in-c": in_c, "holding-gil": holding_gil}[how]
     vars(decode_worker).update(read=HangingReader(hang, int(after)).read)

@@ -25,6 +25,7 @@ from longtake.faults.sandbox import (
 )
 
 _LIMIT_SECONDS = 15.0  # longest time from a hang to its report, in a run of short steps
+# The pool's own limit is far longer than the watcher needs, so that the watcher ends the worker.
 _WORKER_CHANGES = ("watch.action=restart-worker", "data.sample_timeout_seconds=60")
 # Windows that a decode worker reads before it hangs: the usual time of a clip is known by then.
 _WINDOWS = 40

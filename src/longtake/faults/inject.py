@@ -231,7 +231,7 @@ def slow(
     later_seconds: float = 0.0,
     share: float = 0.0,
 ) -> StepFunctions:
-    """Delay the forward pass.
+    """Delay the forward pass of each step, on all ranks or on rank 1.
 
     Args:
         trigger: the step from which on `later_seconds` and `share` hold.

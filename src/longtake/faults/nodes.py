@@ -89,7 +89,7 @@ def _kill(pid: int) -> float:
     must="The run continues, bitwise the same, and has another watcher within 20 s.",
     disable=stop,
     step=3,
-    within=20.0,
+    within=20.0,  # the trainer ends a watcher that gives no beat for 12 s
 )
 @fault(
     name="dead-watcher",

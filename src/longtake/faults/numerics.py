@@ -28,7 +28,7 @@ _RATE_STEP = 85
 _RATE_WITHIN_STEPS = 100
 _NORM_EPOCH = 7
 _NORM_STEP = _NORM_EPOCH * STEPS_PER_EPOCH - 1
-_LAST_BATCHES = 30
+_LAST_BATCHES = 30  # whose mean is compared: single losses vary by more
 _LARGEST_FINAL_LOSS_CHANGE = 0.1  # relative change of the final loss
 _LARGEST_LOSS_ERROR = 1e-3  # relative error of a loss whose sums round differently
 

@@ -33,6 +33,7 @@ def recipe_differs_on_a_node(
 def weights_differ_on_a_node(
     sandbox: sites.Sandbox, site: sites.TrainingSite, evidence: Evidence
 ) -> None:
+    # Without LoRA all weights of the model are trained, and none is frozen.
     lora = ("trainable.kind=lora", "trainable.rank=2")
     said = _train_nothing(evidence, site, "other-weights-on-rank-1", *lora)
     wanted = ("Copies of the weights are unlike before step 1", "rank 0 (", "rank 1 (")

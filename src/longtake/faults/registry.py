@@ -215,6 +215,7 @@ def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
     except NotPossibleHereError as error:
         reason = f"Not possible here: {error}."
         result = DrillResult(fault.name, passed=False, message=reason, skipped=str(error))
+    # Any other exception is an error of the drill itself, and ends the command.
     except errors.LongtakeError as error:
         result = DrillResult(fault.name, passed=False, message=f"Failed: {error}")
     return replace(result, drill_seconds=round(time.monotonic() - began, 3))

@@ -156,15 +156,15 @@ class RunObserver(ABC):
 
     @abstractmethod
     def exit_code(self) -> int | None:
-        """Return the exit code; None while the processes run."""
+        """Return the exit code of the observed processes; None while they run."""
 
     @abstractmethod
     def kill(self) -> bool:
-        """Send SIGKILL if the processes still run; returns True if that ended them."""
+        """Send SIGKILL to the observed processes, and return True if that ended them."""
 
     @property
     def output(self) -> str:
-        """Output of the processes so far."""
+        """Text that the observed processes have printed so far."""
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def events(self) -> list[dict[str, Any]]:
@@ -179,7 +179,7 @@ class RunObserver(ABC):
         return found
 
     def num_rows(self) -> int:
-        """Return the number of rows of metrics, including those of former launches."""
+        """Return the number of rows of the run's metrics, including those of former launches."""
         path = self._run.metrics_path
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -200,7 +200,7 @@ class RunObserver(ABC):
     def wait_until(
         self, condition: Callable[[], T | None], else_ended: str, seconds: float = _POLL_SECONDS
     ) -> T:
-        """Poll until `condition` returns a true value, and return that value.
+        """Poll until `condition` returns a true value while the processes run, and return it.
 
         Raises:
             RunError: the processes end before; the message contains `else_ended`.
@@ -342,6 +342,7 @@ class TrainingProcess(RunObserver):
 
 def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
     """Return the arguments of `python -m` before the recipe."""
+    # `longtake launch` starts only `longtake train`: ranks with an injection need torchrun.
     ours = ["longtake", "train"]
     if inject is not None:
         ours = ["longtake.faults.inject", *inject.arguments, "train"]
@@ -434,6 +435,7 @@ class Sandbox:
         self._console.print("  trains the undisturbed run, which drills are compared with")
         return self._trained("undisturbed", SHORT_RECIPE)
 
+    # Two ranks add up gradients in another order than one, so they are compared with two.
     @cached_property
     def undisturbed_on_two_ranks(self) -> TrainingSite:
         self._console.print("  trains an undisturbed run on two ranks")

@@ -37,6 +37,7 @@ class LoopbackStore:
 
     def _start(self, port: int) -> ThreadingHTTPServer:
         server = ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, self))
+        # Threads of clients that keep their connections open must not delay the end of the drill.
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         return server
@@ -53,6 +54,7 @@ class LoopbackStore:
 
     def restore(self) -> None:
         self.is_gone = False
+        # At the same port, which the URLs in the catalog contain.
         self._server = self._start(self._server.server_port)
 
 

@@ -47,22 +47,22 @@ class Clocks(NamedTuple):
 
 @dataclass(frozen=True)
 class ClockStepped:
-    """A clock change: the clock was set."""
+    """A change of the node's clock: it was set."""
 
     seconds: float  # negative: back
 
 
 @dataclass(frozen=True)
 class ClockSlewed:
-    """A clock change: the clock is being slewed, too fast (positive) or too slow."""
+    """A change of the node's clock: it is being slewed, and runs too fast or too slow."""
 
-    ppm: float  # microseconds per second
+    ppm: float  # microseconds per second; positive: too fast
     seconds: float  # total correction since the slew was first seen
 
 
 @dataclass(frozen=True)
 class ClockSteady:
-    """A clock change: a slew has ended."""
+    """A change of the node's clock: a slew has ended."""
 
     seconds: float  # total correction by the slew
 
@@ -105,7 +105,7 @@ class Clock(HealthProbe):
         self._changes: list[ClockChange] = []
 
     def look(self) -> None:
-        """Compare the clocks with the last readings; call this several times a second."""
+        """Compare the node's clocks with the last readings; call this several times a second."""
         now = read_clocks()
         change = self._change_since_last(now)
         if abs(change) >= STEP_SECONDS * 1e9:
@@ -337,7 +337,7 @@ class ClockOffsets:
         self._leads = {}
 
     def look(self, host: str, heartbeat: Mapping[str, Any], wall: float) -> Numbers:
-        """Update the bounds with the heartbeat of a node whose watcher is alive.
+        """Update the bounds of a clock's offset with the heartbeat of a node that is alive.
 
         Args:
             host: the other node.

@@ -156,7 +156,7 @@ def driver_facts() -> dict[str, Any]:
 
 
 def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
-    """Yield the numbers that this GPU supports."""
+    """Yield name and value of each number that a GPU supports."""
     lost_errors, is_lost = (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNKNOWN), False
     for name, (read, unit) in _readers(nvml).items():
         try:
@@ -168,7 +168,7 @@ def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
 
 
 def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
-    """Return for each number the function that reads it, and the factor to its unit."""
+    """Return for each number of a GPU the function that reads it, and the factor to its unit."""
 
     def clock(kind: int) -> Callable[[Any], float]:
         return lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, kind)
@@ -235,7 +235,7 @@ class KernelLog:
         os.lseek(self._file, 0, os.SEEK_END)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:
-        """Yield GPUs and their XIDs since the last call."""
+        """Yield the GPU and number of each XID in the kernel's log since the last call."""
         for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(self._file, _RECORD_BYTES)
@@ -265,7 +265,7 @@ class DriverEvents:
                 nvml.nvmlDeviceRegisterEvents(handle, kind, self._events)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:
-        """Yield GPUs and their XIDs since the last call."""
+        """Yield the GPU and number of each XID that the driver reported since the last call."""
         with suppress(self._nvml.NVMLError):  # a timeout, without an event, is an error too
             for _ in range(_MAX_RECORDS):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)

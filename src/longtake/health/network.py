@@ -47,7 +47,7 @@ class LinkProbe(HealthProbe):
         raise NotImplementedError
 
     def read(self, device: str, folder: Path) -> Numbers:
-        """Read the numbers of one link, without its name."""
+        """Read the numbers of one link; their names are without the link's."""
         raise NotImplementedError
 
 
@@ -299,7 +299,7 @@ class PeerConnections(HealthProbe):
         self._hosts = hosts
 
     def sample(self) -> Numbers:
-        """Measure traffic since the last sample, as `name:node`."""
+        """Measure the ranks' traffic to each node since the last sample, as `name:node`."""
         found = connections_of(self._pids())
         before, self._before = self._before, {(each.inode, each.peer): each for each in found}
         then, self._sampled_at = self._sampled_at, time.monotonic()
@@ -320,7 +320,7 @@ def peer_traffic(
     seconds: float,
     hosts: Mapping[str, str],
 ) -> Numbers:
-    """Compute the traffic to each node that has enough of it.
+    """Compute rate and busy time of the traffic to each node that has enough of it.
 
     Args:
         pairs: each connection before and after.

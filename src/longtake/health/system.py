@@ -31,7 +31,7 @@ class HealthProbe:
     numbers: Mapping[str, str]  # explanation of each number, by its name without device
 
     def sample(self) -> Numbers:
-        """Measure the numbers; those that cannot be measured are left out. It never raises."""
+        """Return the probe's numbers, without those that cannot be measured; it never raises."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ class Rates:
         self._before: dict[str, tuple[float, float]] = {}
 
     def rate(self, name: str, device: str, count: float | None) -> Numbers:
-        """Return the rate since the last call with this name and device, as {name: rate}.
+        """Return a counter's rate since the last call with this name and device, as {name: rate}.
 
         It is rounded to 0.001. Empty: this is the first call, or the counter has fallen because the
         device was reset.

@@ -26,7 +26,7 @@ _ASKED_SECONDS = 10.0  # limit of the wait for dumps of other nodes
 
 @dataclass(frozen=True)
 class RunDumps:
-    """Dumps for the command `longtake stacks`."""
+    """Stack dumps of a run or of a process, for the command `longtake stacks`."""
 
     files: tuple[Path, ...] = ()  # dumps written by watchers
     own: node_dir.NodeDump | None = None  # this node's dump, if no watcher has made one

@@ -347,7 +347,7 @@ class DumpService:
         return self._outcomes.get(token)
 
     def close(self, seconds: float) -> None:
-        """Stop the thread, and wait up to `seconds` for its current work."""
+        """Stop answering requests for dumps, and wait up to `seconds` for the current one."""
         self._end.set()
         self._wake.set()
         if self._thread.is_alive():

@@ -195,7 +195,7 @@ class EarlyRounds:
         self._found: deque[tuple[float, Round]] = deque(maxlen=rounds)
 
     def collect(self) -> None:
-        """Add a round if it is time for one."""
+        """Dump the processes of this node as another early round, if the last one is old enough."""
         at = time.monotonic()
         if not self._found or at - self._found[-1][0] >= self._round_seconds:
             self._found.append((at, _dump_round(processes_of_run(self._folder), 0.0)))
@@ -251,7 +251,7 @@ def _as_json(thread: stacks.ThreadStack) -> dict[str, Any]:
 
 
 def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) -> None:
-    """Add C calls to the last round, beginning with the process longest in its phase."""
+    """Add C calls to the stacks of a dump's last round, longest in their phase first."""
     dump: Any = {"host": host, "rounds": rounds}
     there = [
         each
@@ -281,7 +281,7 @@ def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -
 
 @dataclass(frozen=True, eq=False)
 class ProcessTrace:
-    """One process in all rounds of its node's dump in which it existed."""
+    """A process over the rounds of its node's stack dump in which it existed."""
 
     host: str
     rounds: tuple[ProcessDump, ...]

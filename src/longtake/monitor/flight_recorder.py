@@ -40,7 +40,7 @@ _PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class FlightRecorderError(errors.LongtakeError, ValueError):
-    """A file cannot be read as a dump of a flight recorder."""
+    """Error of a file that cannot be read as a dump of a flight recorder."""
 
 
 # --- Files, in the heartbeat folder: a pipe and a dump for each rank.
@@ -169,7 +169,10 @@ def _write_byte(pipe: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GroupMembers:
-    """A process group; compared by identity, as disjoint groups may have the same name."""
+    """A process group of torch and its ranks.
+
+    Groups are compared by identity, as disjoint groups may have the same name.
+    """
 
     name: str
     ranks: tuple[int, ...]
@@ -190,7 +193,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True)
 class RecordedOps:
-    """Collectives that one rank recorded."""
+    """Collectives in one rank's flight recorder: the pending ones, and the last of each group."""
 
     pending: Mapping[CollectiveOp, Mapping[str, Any]]  # in the order of enqueueing
     enqueued: Mapping[GroupMembers, int]  # the last collective of each group
@@ -257,7 +260,7 @@ def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset
 
 
 def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
-    """Return the members that did not join; a rank without a file counts as missing."""
+    """Return the ranks that did not join a collective; a rank without a file counts as missing."""
     return [
         rank
         for rank in op.ranks

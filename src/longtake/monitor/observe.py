@@ -181,7 +181,7 @@ def alert_of(found: Sequence[DeadRank], oom_kills: int) -> dict[str, Any]:
 
 
 class LivenessTracker:
-    """Finds ranks that died.
+    """Finds ranks of this node that died.
 
     A rank that was dead at the first look counts only if another rank of its launch lives.
     """
@@ -264,7 +264,7 @@ class PhaseTimeouts:
         self._cleared_at: float | None = None
 
     def learn(self, heartbeats: Iterable[Heartbeat]) -> None:
-        """Learn from the durations of living processes; a new launch begins without limits."""
+        """Learn the limits of phases from living processes; a new launch begins without limits."""
         found = list(heartbeats)
         ranks = [each for each in found if each.role == "rank"]
         # Another launch may have other shapes, workers and devices: its durations are learnt again.
@@ -327,7 +327,7 @@ class PhaseTimeouts:
         return sorted(late, key=lambda each: -each.heartbeat.seconds)
 
     def _learn_longest(self, heartbeat: Heartbeat) -> None:
-        """Learn from all durations except those of a stall and of waiting for it."""
+        """Learn from a process's durations, except those of a stall and of waiting for it."""
         who = _identity(heartbeat)
         before = self._stalled.pop(who, None)
         for phase, timing in heartbeat.timings.items():

@@ -172,7 +172,7 @@ _MEDIAN = 1.4826 / sqrt(2) / _NORMAL  # mean of such distances over their median
 
 
 class NoiseEstimate:
-    """Estimate of the noise of one number of one device."""
+    """Estimate of the random noise of one health number of one device."""
 
     def __init__(self) -> None:
         self._changes: deque[float] = deque(maxlen=_NOISE_WINDOWS)
@@ -185,7 +185,7 @@ class NoiseEstimate:
         self._changes.append(abs(change))
 
     def deviation(self) -> float:
-        """Return the standard deviation, biased to larger values; 0: unknown."""
+        """Return the estimated standard deviation of the noise, rather too large; 0: unknown."""
         changes, count = self._changes, self.count
         if not count:
             return 0.0
@@ -205,7 +205,7 @@ class SharedNoise:
         self._before: dict[tuple[str, str], float] = {}
 
     def add(self, values: Mapping[tuple[str, str], float], least: float) -> float:
-        """Add a window of values, and return the standard deviation of relative deviations."""
+        """Add a window of all devices' values, and return the standard deviation of their noise."""
         middle = median(values.values()) if values else 0.0
         shares = {who: _share(each, middle, least) for who, each in values.items()}
         changes = [
@@ -238,7 +238,7 @@ _ENOUGH_FOR_NOISE = 3
 
 @dataclass(frozen=True)
 class CusumWindow:
-    """One window of a number: its value, and the usual value at that time."""
+    """One window of a health number: its value, and the usual value at that time."""
 
     value: float
     usual: float  # median of the values that it is compared with
@@ -264,7 +264,7 @@ class Cusum:
         self._is_bad = False
 
     def add(self, window: CusumWindow, others: float = 0.0) -> bool:
-        """Add a window, and return True if the number is bad now.
+        """Add a window of the health number, and return True if the number is bad now.
 
         `others` is the noise of all devices of the kind; the larger of it and the own noise is
         used.
@@ -358,7 +358,7 @@ class OutlierDetector:
     def judge(
         self, own: Mapping[str, float], others: Mapping[str, Mapping[str, float]]
     ) -> list[Outlier]:
-        """Add a window, and return all current outliers.
+        """Add a window of the node's health numbers, and return all current outliers.
 
         An outlier whose number is missing in this window, or has nothing to be compared with, stays
         for some windows.

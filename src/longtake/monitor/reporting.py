@@ -102,7 +102,7 @@ def watch_target(
 
 
 class NoAnswerError(OSError):
-    """The run directory's disk does not answer."""
+    """Error of a run directory whose disk does not answer in time."""
 
 
 class RunDirThread:
@@ -136,7 +136,9 @@ class RunDirThread:
         self._write_soon()
 
     def ask(self, work: Callable[[], _T], seconds: float | None) -> _T:
-        """Call `work` in the thread, and wait up to `seconds` for its result; None: no limit.
+        """Call `work` in the run directory's thread, and wait for its result.
+
+        The wait is limited to `seconds`; None: it is not limited.
 
         Raises:
             NoAnswerError: there was no result in time, or an earlier call still hangs.
@@ -165,7 +167,7 @@ class RunDirThread:
         return error
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` until everything is written."""
+        """Wait up to `seconds` until all heartbeats, events and lines of the log are written."""
         end = time.monotonic() + seconds
         while (self._lines or self._events or self._heartbeat) and time.monotonic() < end:
             self._write_soon()
@@ -306,7 +308,7 @@ class EventReporter:
         self._terminal.close(_SECONDS_FOR_TERMINAL)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
-        """Return True if no alert is needed.
+        """Return True if an event needs no alert.
 
         This is so for a stall with the same suspect at the same place as a recent alert, and for
         the end of a stall without an alert.
@@ -340,7 +342,7 @@ class AlertQueue:
             self._disk.log(f"alert dropped, {_MAX_ALERTS} others wait: {event['event']}")
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` until all events are sent."""
+        """Wait up to `seconds` until the hook has run for all alerts."""
         self._thread.close(seconds)
 
     def _send(self, event: Mapping[str, Any]) -> None:
@@ -467,7 +469,7 @@ class StallActions:
             self._reporter.emit("killed_rank", **_rank_event(ended, diagnosis))
 
     def _end(self, suspect: Suspect) -> Heartbeat | None:
-        """Kill a suspect if it is still the same process and has not moved on.
+        """Kill the suspect of a stall if it is still the same process and has not moved on.
 
         Returns:
             Its last heartbeat; None: it was not killed, and the log says why.

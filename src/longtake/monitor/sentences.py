@@ -119,7 +119,7 @@ def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def unread(member: Mapping[str, Any]) -> str:
-    """Describe a process whose stacks could not be read by its place in the kernel or its state."""
+    """Describe, by its place in the kernel or its state, a process whose stacks are unreadable."""
     waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
     where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
     return f"its stacks could not be read; it is {where}"

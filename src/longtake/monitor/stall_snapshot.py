@@ -36,7 +36,7 @@ _PHASE_ORDER: dict[str, int] = {phase: place for place, phase in enumerate(get_a
 
 @dataclass(frozen=True, eq=False)
 class ProcessState(ProcessTrace):
-    """A rank or decode worker: its relevant thread, and the kind of thing that one waits for."""
+    """State of a rank or decode worker: its relevant thread, and what that thread waits for."""
 
     thread: str  # name of the thread; empty: the main thread
     calls: stacks.Stack  # calls of that thread in the last round

@@ -93,7 +93,7 @@ class WatcherLock:
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        """Take the lock if it is free, and return True if this process holds it now."""
+        """Take the lock of a node's watcher if it is free; return True if this process holds it."""
         make_private_dir(self._path.parent)
         file = open(self._path, "a+", opener=fsio.no_follow)  # noqa: SIM115 - kept open
         try:
@@ -118,7 +118,7 @@ class WatcherLock:
         return ""
 
     def release(self) -> None:
-        """Release the lock and remove its file, and the folder if it is empty."""
+        """Release the lock of a node's watcher; remove its file, and the folder if it is empty."""
         if self._file is not None:
             if not any(self._path.parent.glob("rank_*")):
                 flight_recorder.remove_all_files(self._path.parent)
@@ -149,7 +149,7 @@ class _Watcher:
         self._late_logged_at = -math.inf
 
     def watch(self, stop: process.StopSignal) -> None:
-        """Scan until the last rank of the node is gone or a signal requests the end."""
+        """Scan heartbeats until the last rank of the node is gone or a signal requests the end."""
         settings, by_hand = self._target.settings, self._target.by_hand
         limits = settings.model_dump(include={"action", "factor", "min_seconds", "max_seconds"})
         self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
@@ -186,7 +186,7 @@ class _Watcher:
         self._end()
 
     def _end(self) -> None:
-        """Finish open diagnoses and alerts, and leave nothing behind."""
+        """End the watcher: finish diagnoses and alerts, and remove the pages of dead processes."""
         # In the order in which they pass on events: the disk's thread, which writes all, is last.
         self._service.close(_END_SECONDS)
         self._health.close()

@@ -264,7 +264,7 @@ class Shutdown(StopSignal):
             threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for `seconds` or until the request, and return True after it.
+        """Wait for `seconds` or until the request to end, and return True once it has come.
 
         Once the request has come, every call waits only 0.05 s.
         """
@@ -353,7 +353,7 @@ class _RunWriter:
         return not is_trainer and time.monotonic() - began > _EVALUATOR_WAIT_SECONDS
 
     def _write(self, lease: Lease) -> bool | None:
-        """Write until the lease is lost or given back.
+        """Send records to all trackers until the lease is lost or given back.
 
         Returns:
             The result of `follow`; None: wait for the lease again.
@@ -456,7 +456,7 @@ class Follower(KeptProcess):
         )
 
     def start(self) -> None:
-        """Start the process, in milliseconds, if it was not started and a tracker is wanted."""
+        """Start the follower, in milliseconds, if it was not started and a tracker is wanted."""
         if self._is_wanted:
             super().start()
         else:

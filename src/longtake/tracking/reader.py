@@ -46,7 +46,7 @@ class Cursor:
         return Cursor()
 
     def save(self, path: Path) -> None:
-        """Replace the cursor's file and flush it to disk.
+        """Write the tracker's position to its file, and flush the file to disk.
 
         Raises:
             OSError: the file cannot be written; the folder of a deleted run is not created again.
@@ -57,7 +57,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Updates:
-    """Records since a cursor, in the order of sending, and the cursor after them."""
+    """New records of a run for one tracker, in the order of sending, and the cursor after them."""
 
     records: list[TrackedRecord]
     cursor: Cursor

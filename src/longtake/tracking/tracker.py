@@ -65,7 +65,7 @@ class Tracker(Protocol):
     """
 
     def open(self, first: int) -> int:
-        """Begin to write records from number `first` on.
+        """Open the tracker, to write records from number `first` on.
 
         A process that was killed may have written some of them, and `write` gets these again. A
         tracker that counts its records returns the number after the last; another one returns
@@ -79,14 +79,14 @@ class Tracker(Protocol):
         """Write a record; returns False if it exists already, so that its number is still free."""
 
     def flush(self) -> int:
-        """Send the written records.
+        """Send the written records to the tracker's server or files.
 
         Returns:
             The number below which all records arrive even if this process is killed now.
         """
 
     def close(self) -> int:
-        """Flush and close; returns the result of `flush`. The tracker may be opened again."""
+        """Flush and close the tracker, which may be opened again; return the result of `flush`."""
 
 
 def wanted_trackers(section: TrackingSection) -> list[str]:

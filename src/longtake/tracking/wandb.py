@@ -57,7 +57,7 @@ class Wandb:
         self._has_failed = False
 
     def open(self, first: int) -> int:
-        """Begin a segment; see `Tracker.open`."""
+        """Begin a segment of the W&B run; see `Tracker.open`."""
         if self._section.wandb == "online":
             if reason := missing_key(self._section):
                 raise ConnectionError(reason)
@@ -101,7 +101,7 @@ class Wandb:
         return self._segment.arrived()
 
     def close(self) -> int:
-        """End the segment; see `Tracker.close`."""
+        """End the segment of the W&B run; see `Tracker.close`."""
         if self._segment is None:
             return 0
         segment, self._segment = self._segment, None
