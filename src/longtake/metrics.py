@@ -8,6 +8,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from longtake import fsio
+from longtake.config.values import Shape
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class Metric:
     """For a list: labels of its items, by the names of their columns."""
 
 
+_Number = fsio.Finite | None  # None: NaN or infinite
+
+
 @fsio.with_other_fields
 class Metrics(TypedDict):
     """The metrics of one step: a line of metrics.jsonl.
@@ -43,13 +47,10 @@ class Metrics(TypedDict):
     """Number of steps done, including this one."""
     epoch: fsio.Count
     """Number of passes over the data that were finished before the step."""
-    loss: Annotated[
-        fsio.Finite | None, Metric("loss", panel="loss", is_logarithmic=True, dtype="<f8")
-    ]
+    loss: Annotated[_Number, Metric("loss", panel="loss", is_logarithmic=True, dtype="<f8")]
     """Mean loss of the step's samples. None, in this and other fields: NaN or infinite."""
     grad_norm: Annotated[
-        fsio.Finite | None,
-        Metric("gradient norm", panel="grad_norm", is_logarithmic=True, dtype="<f8"),
+        _Number, Metric("gradient norm", panel="grad_norm", is_logarithmic=True, dtype="<f8")
     ]
     """Norm of all gradients, before clipping."""
     learning_rate: Annotated[fsio.Finite, Metric("learning rate", panel="learning_rate")]
@@ -74,9 +75,16 @@ class Metrics(TypedDict):
     """Number of the batch in the run's data; greater than the step after skipped batches."""
     num_samples: NotRequired[Annotated[fsio.Count, Metric()]]
     """Number of clips in the step's batch, over all ranks."""
+    bucket: NotRequired[
+        Annotated[Shape, Metric(parts={"num_frames": "", "height": "", "width": ""})]
+    ]
+    """Frames, height and width of the batch's clips, which all have one shape."""
+    tokens_per_second: NotRequired[Annotated[fsio.Finite, Metric()]]
+    """Tokens of the `num_samples` clips, over all ranks, divided by `step_seconds`; tokens of a
+    clip as `longtake plan` counts them: in one attention, with text and references."""
     loss_by_sigma: NotRequired[
         Annotated[
-            list[fsio.Finite | None],
+            list[_Number],
             Field(min_length=4, max_length=4),
             Metric(
                 panel="loss",
@@ -93,13 +101,11 @@ class Metrics(TypedDict):
     ]
     """Mean loss at sigmas in [0, 1/4), [1/4, 1/2), [1/2, 3/4) and [3/4, 1]; None: no sample."""
     weight_norm: NotRequired[
-        Annotated[fsio.Finite | None, Metric("weight norm", panel="weight_norm", dtype="<f8")]
+        Annotated[_Number, Metric("weight norm", panel="weight_norm", dtype="<f8")]
     ]
     """Norm of the trained weights before the step's update."""
     update_ratio: NotRequired[
-        Annotated[
-            fsio.Finite | None, Metric("update / weights", panel="weight_norm", is_extra=True)
-        ]
+        Annotated[_Number, Metric("update / weights", panel="weight_norm", is_extra=True)]
     ]
     """Norm of the last step's update divided by the norm of the weights."""
     peak_memory_bytes: NotRequired[
@@ -108,11 +114,11 @@ class Metrics(TypedDict):
     """Peak of the bytes allocated by rank 0 on its GPU since the last line with this field."""
     nonfinite_share: NotRequired[fsio.Finite]
     """Fraction of gradient elements that are NaN or infinite."""
-    group_grad_norms: NotRequired[dict[str, fsio.Finite | None]]
+    group_grad_norms: NotRequired[dict[str, _Number]]
     """Gradient norm of each group of parameters."""
-    group_weight_norms: NotRequired[dict[str, fsio.Finite | None]]
+    group_weight_norms: NotRequired[dict[str, _Number]]
     """Weight norm of each group of parameters."""
-    group_update_ratios: NotRequired[dict[str, fsio.Finite | None]]
+    group_update_ratios: NotRequired[dict[str, _Number]]
     """Update ratio of each group of parameters."""
     store_bytes: NotRequired[fsio.Count]
     """Bytes that rank 0's decode workers fetched from object stores since the last step."""

@@ -63,6 +63,27 @@ def test_facts_follow_the_files(told: RunDirectory) -> None:
     assert reader.facts().events is after.events
 
 
+def test_tokens_per_second_have_a_row_for_each_bucket_if_the_run_has_them(
+    told: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Tokens per second" not in overview.render_overview(_reader(told).facts(), LINKS, {})
+    last = json.loads(told.metrics_path.read_bytes().splitlines()[-1])
+    with told.metrics_path.open("ab") as file:
+        for step, frames in enumerate((33, 33, 1), last["step"] + 1):
+            speed = {"bucket": [frames, 256, 480], "tokens_per_second": 1e5 * frames}
+            file.write(json.dumps({**last, "step": step, **speed}).encode() + b"\n")
+    html = overview.render_overview(_reader(told).facts(), LINKS, {})
+    for cells in (
+        ("33 frames of 480x256", "2", "3,300,000"),
+        ("1 frame of 480x256", "1", "100,00"),
+    ):
+        assert re.search(".*".join(map(re.escape, cells)), html)
+    monkeypatch.setattr(overview, "_MOST_BUCKETS", 1)
+    html = overview.render_overview(_reader(told).facts(), LINKS, {})
+    assert "1 frame of 480x256" not in html
+    assert "The 1 of 2 buckets with the most steps." in html
+
+
 @pytest.mark.parametrize("name", ["events.jsonl", "run.json", "recipe.toml", "metrics.jsonl"])
 def test_what_cannot_be_read_is_a_sentence_beside_the_rest(told: RunDirectory, name: str) -> None:
     (told.path / name).unlink()

@@ -18,6 +18,7 @@ from longtake.inspection.series import (
     Series,
     abandoned_branches,
     read_series,
+    speeds_by_bucket,
 )
 from longtake.run_dir import RunDirectory
 
@@ -162,6 +163,29 @@ def test_clips_per_second_are_known_where_clips_are() -> None:
     found = _one(rows, "samples_per_second", 1, 3, 3)
     np.testing.assert_array_equal(found.mean, [4, np.nan, np.nan])
     assert not found.is_not_finite.any()
+
+
+def test_tokens_per_second_are_told_apart_by_the_bucket_of_a_step() -> None:
+    """The step that was given up does not count, nor do those of older runs."""
+    frames = [8, 8, 1, 8, 8, ABSENT]
+    rows = _rows(
+        [1, 2, 2, 3, 4, 5],
+        tokens_per_second=[100, 9999, 40, 10, 80, ABSENT],
+        step_seconds=[1, 1, 2, 2, 1, 1],
+        num_frames=frames,
+        height=[ABSENT if each == ABSENT else 32 for each in frames],
+        width=[ABSENT if each == ABSENT else 65536 for each in frames],
+    )
+    video, picture = speeds_by_bucket(rows)
+    assert (str(video.bucket), video.num_steps) == ("8 frames of 65536x32", 3)
+    assert (video.median, video.mean) == (80, (100 + 20 + 80) / 4)
+    assert (str(picture.bucket), picture.num_steps) == ("1 frame of 65536x32", 1)
+    assert (picture.median, picture.mean) == (40, 40)
+
+
+def test_rows_without_tokens_have_no_speed() -> None:
+    older = _rows([1, 2], tokens_per_second=ABSENT, num_frames=8, step_seconds=1)
+    assert speeds_by_bucket(older) == speeds_by_bucket(_rows([])) == []
 
 
 @pytest.mark.parametrize(("first", "last"), [(0, 0), (9, 3), (100, 200), (3, 3), (2**70, 2**71)])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.build import QUIET, MakeRecipe, events
+from tests.build import QUIET, TINY_WAN, MakeRecipe, events
 
 from longtake.config import Bucket
 from longtake.data.audit import audit
@@ -23,6 +23,7 @@ from longtake.errors import DataError
 from longtake.fsio import read_json_lines
 from longtake.metrics import Metrics
 from longtake.parallel.mesh import World, join
+from longtake.planner.batch_sizes import bucket_tokens
 from longtake.run_dir import RunDirectory
 from longtake.training import record
 from longtake.training.record import Recorder
@@ -58,11 +59,38 @@ def test_a_step_has_one_row_of_numbers(
     assert flops == pytest.approx([flops[0]] * 20, rel=0.05)
     parameters_and_tokens = 2 * 48 * 192 * 128 * 8  # only the first layer, once forward
     assert flops[0] > 3 * parameters_and_tokens
+    tokens = [row["tokens_per_second"] * row["step_seconds"] for row in rows]
+    (of_a_clip,) = bucket_tokens(recipe).values()
+    assert tokens == pytest.approx([8 * of_a_clip] * 20, rel=1e-3)
     (launch,) = run.record()["launches"]
     facts: Any = launch
     assert (launch["start_step"], launch["world_size"], launch["device"]) == (0, 1, "cpu")
     trainer = json.loads((run.checkpoint_path(20) / "trainer.json").read_text())
     assert trainer["precision"] == facts["precision"] in ("bf16", "fp32")
+
+
+def test_each_step_has_the_bucket_of_its_clips_and_their_tokens(small_recipe: MakeRecipe) -> None:
+    """Clips of two shapes; fillers of a bucket's last batch count as no tokens."""
+    recipe = small_recipe(
+        *TINY_WAN,
+        "data.buckets=[{num_frames=5, height=32, width=32}, {num_frames=1, height=32, width=32, "
+        "share=0.5}]",
+        "data.stages=[{name='a', epochs=1}, {name='b'}]",
+        "data.stills_from_videos=true",
+        "training.global_batch_size=12",
+        "training.steps=6",
+    )
+    train(recipe, QUIET)
+    tokens: dict[tuple[int, ...], int] = {
+        (shape.num_frames, shape.height, shape.width): count
+        for shape, count in bucket_tokens(recipe).items()
+    }
+    rows = RunDirectory(recipe.out).metrics()
+    assert {tuple(row["bucket"]) for row in rows} == tokens.keys()
+    assert {row["num_samples"] for row in rows} > {12}
+    for row in rows:
+        count = row["num_samples"] * tokens[tuple(row["bucket"])]
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(count, rel=1e-3)
 
 
 def test_tensorboard_says_the_same_after_a_resume(small_recipe: MakeRecipe) -> None:

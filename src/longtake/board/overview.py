@@ -16,6 +16,7 @@ from longtake.inspection.facts import next_commands
 from longtake.inspection.files import is_folder_below, read_end
 from longtake.inspection.reader import RunFacts
 from longtake.inspection.run_list import RunSummary
+from longtake.inspection.series import speeds_by_bucket
 from longtake.inspection.timeline import share_of_training
 from longtake.node_dir import all_nodes
 from longtake.planner.record import newest_measurements, newest_plan
@@ -23,6 +24,7 @@ from longtake.planner.record import newest_measurements, newest_plan
 _LOG_BYTES = 2**14
 _MOST_LOGS = 200
 _MOST_EVENTS = 500
+_MOST_BUCKETS = 20
 _PART_COLOURS: Final = {
     "training": "good",
     "waiting for data": "4",
@@ -99,6 +101,8 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
         num_events=len(facts.marks),
         hours=hours(facts),
         goodput=share_of_training(facts.goodput),
+        speeds=speeds_by_bucket(facts.rows),
+        most_speeds=_MOST_BUCKETS,
         keys=[] if facts.recipe is None else keys_of(facts.recipe),
         commands=commands(facts),
         launches=facts.record.get("launches", []),

@@ -37,6 +37,9 @@ FromList = Strict(False)
 MAX_SIDE, MAX_BATCH, MAX_STEPS = 2**16, 2**16, 10**9
 MAX_SECONDS, MAX_GUIDANCE = 1e7, 1000.0
 
+Shape = Annotated[list[Annotated[int, Field(gt=0, le=MAX_SIDE)]], Field(min_length=3, max_length=3)]
+"""Frames, height and width of a bucket in records."""
+
 
 def _not_reserved(name: str) -> str:
     if name in ("claims", "servers"):  # other folders below evaluations/ have these names

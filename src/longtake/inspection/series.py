@@ -11,9 +11,10 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from longtake.config import Bucket
 from longtake.inspection.columns import ABSENT, Column
 from longtake.inspection.rows import MetricRows
-from longtake.metrics import METRICS, Metric
+from longtake.metrics import METRIC_COLUMNS, METRICS, Metric
 
 SERIES: Final[Mapping[str, Metric]] = {
     **{name: metric for name, metric in METRICS.items() if metric.label},
@@ -125,6 +126,42 @@ def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int
     passes = np.cumsum(np.diff(rows.step, prepend=0) <= 0)
     _, begins = np.unique(passes[lines], return_index=True)
     return lines[begins], np.append(lines[begins[1:] - 1], lines[-1:])
+
+
+@dataclass(frozen=True)
+class BucketSpeed:
+    """Tokens per second of the steps whose clips have one shape."""
+
+    bucket: Bucket
+    num_steps: int
+    median: float
+    mean: float
+    """Tokens of all steps divided by their seconds, with data loading and checkpoints."""
+
+
+def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:
+    """Return the speed of each bucket of the rows that count, those with the most steps first.
+
+    Rows of older runs, which have no tokens per second, are left out.
+    """
+    kept = rows.kept
+    is_known = kept.is_recorded("tokens_per_second") & kept.is_recorded("num_frames")
+    names = ("tokens_per_second", "step_seconds", *METRIC_COLUMNS["bucket"])
+    rates, seconds, frames, height, width = (
+        kept.raw_column(name)[is_known].astype(np.float64) for name in names
+    )
+    # One integer for each shape, which is sorted fast: sides are at most 2**16.
+    shapes = (frames * 2.0**34 + height * 2.0**17 + width).astype(np.int64)
+    order = np.argsort(shapes, kind="stable")
+    begins = np.flatnonzero(np.diff(shapes[order], prepend=-1))
+    found = []
+    for steps in np.split(order, begins[1:]) if len(order) else []:
+        shape = (int(each[steps[0]]) for each in (frames, height, width))
+        bucket = Bucket(**dict(zip(METRIC_COLUMNS["bucket"], shape, strict=True)))
+        with np.errstate(all="ignore"):
+            mean = float(rates[steps] @ seconds[steps] / seconds[steps].sum())
+        found.append(BucketSpeed(bucket, len(steps), float(np.median(rates[steps])), mean))
+    return sorted(found, key=lambda each: -each.num_steps)
 
 
 # --- Reduction --------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
@@ -49,6 +50,7 @@ class Recorder:
         sample_flops: operations of a step on one clip of each shape.
         peak_flops: operations per second of the device; None if unknown.
         predicted: bytes of one forward and backward pass, without weights, on clips of a shape.
+        sample_tokens: tokens of one clip of each shape.
     """
 
     def __init__(
@@ -59,9 +61,11 @@ class Recorder:
         sample_flops: Mapping[Bucket, int],
         peak_flops: float | None = None,
         predicted: tuple[int, Bucket] | None = None,
+        sample_tokens: Mapping[Bucket, int] = MappingProxyType({}),
     ) -> None:
         self._run, self._world, self._lease = session.run, session.world, lease
         self._sample_flops, self._peak_flops = sample_flops, peak_flops
+        self._sample_tokens = sample_tokens
         self._recipe, self._predicted = session.recipe, predicted
         console = session.console if session.world.is_first else Console(quiet=True)
         self._display = step_progress(console, start, session.recipe.training.steps)
@@ -133,6 +137,7 @@ class Recorder:
             time=round(time.time(), 3),
             batch=statistics.batch,
             num_samples=statistics.num_samples,
+            bucket=[batch.bucket.num_frames, batch.bucket.height, batch.bucket.width],
             loss_by_sigma=[_finite(loss) for loss in statistics.loss_by_sigma],
             weight_norm=_finite(statistics.weight_norm),
             update_ratio=_finite(statistics.update_ratio),
@@ -153,6 +158,9 @@ class Recorder:
             if self._peak_flops is not None:
                 peak = self._peak_flops * self._world.size
                 metrics["mfu"] = round(flops / seconds / peak, 6)
+        if (tokens := self._sample_tokens.get(batch.bucket)) is not None:
+            # Fillers train nothing: their operations count above, but not their tokens.
+            metrics["tokens_per_second"] = round(tokens * statistics.num_samples / seconds, 3)
         if batch.fetched.num_bytes or batch.fetched.retries:
             metrics["store_bytes"] = batch.fetched.num_bytes
             metrics["store_seconds"] = round(batch.fetched.seconds, 6)

@@ -31,7 +31,7 @@ from longtake.parallel import equality
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join
 from longtake.parallel.replicas import ReplicaCheck
-from longtake.planner.batch_sizes import refuse_idle_ranks, with_batch_sizes
+from longtake.planner.batch_sizes import bucket_tokens, refuse_idle_ranks, with_batch_sizes
 from longtake.planner.devices import peak_flops
 from longtake.planner.plan import free_memory, keep_plan, plan_for_training, run_blocks
 from longtake.planner.record import MemoryPlan
@@ -384,7 +384,7 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
     reach = MAX_WINDOWS * recipe.guard.window if recipe.guard.mode == "act" else 0
     is_bf16 = "bf16" in (session.precision, recipe.model.dtype)
     peak_rate = peak_flops(world.device, torch.bfloat16 if is_bf16 else torch.float32)
-    flops = built.sample_flops
+    flops, tokens = built.sample_flops, bucket_tokens(recipe, built.state.components)
 
     def answer(received: signal.Signals) -> None:
         ranks = heartbeat.read_heartbeats(heartbeat.heartbeat_dir(run.path))
@@ -398,7 +398,7 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
         process.StopSignal(process.STOP_SIGNALS, second="interrupt", answer=answer) as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
-        Recorder(session, lease, start, flops, peak_rate, predicted) as recorder,
+        Recorder(session, lease, start, flops, peak_rate, predicted, tokens) as recorder,
     ):
         yield Training(**vars(built), saver=saver, recorder=recorder, stop=stop)
 
