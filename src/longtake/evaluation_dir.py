@@ -104,6 +104,7 @@ def _check(scores: Scores) -> Scores:
     pictures = _SETTINGS.validate_python(scores["settings"]).get("conditioning", {})
     for video in scores["videos"] if pictures else ():
         number = prompt_number(video["file"])
+        # Readers index the pictures by the number in the name of the file, which may be any.
         if not 0 <= number < min(map(len, pictures.values())):
             raise ValueError(f"no picture is known that {video['file']} was sampled with")
     return scores
@@ -259,6 +260,7 @@ class ServerDirectory:
 
     def remove_heartbeat(self) -> None:
         """Remove the heartbeat of a dead server; symbolic links are not followed."""
+        # A server that was killed while it wrote has left the partial file.
         for path in (self.heartbeat_path, fsio.partial_path(self.heartbeat_path)):
             if not fsio.is_linked(path, self.run.path):
                 with suppress(OSError):

@@ -435,6 +435,7 @@ class RunDirectory:
 
     def create(self, recipe: config.Recipe, parent: Parent | None = None) -> None:
         """Begin a run here: write run.json, then recipe.toml, whose presence makes it a run."""
+        # Folders of two runs may have the same name, such as on two machines.
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
             begun: dict[str, Any] = {
@@ -652,6 +653,7 @@ def refuse_moved(path: Path, recipe: config.Recipe, changes: Iterable[str]) -> N
             do not set it.
     """
     run = RunDirectory(path.parent)
+    # Any folder may have a recipe.toml of the user; only a run also has a run.json.
     is_kept = path.name == run.recipe_path.name and run.record_path.is_file()
     if not is_kept or any(change.partition("=")[0].strip() == "out" for change in changes):
         return

@@ -138,11 +138,13 @@ def _explain(detail: ErrorDetails) -> str:
     if kind == "missing":
         return f"{location} is missing, and it has no default."
     if kind == "value_error":
+        # pydantic puts these words before the sentence of a validator.
         return f"{message.removeprefix('Value error, ')}."
     expected = _EXPECTED.get(kind) or message.removeprefix("Input should ")
     if kind == "string_pattern_mismatch":
         expected = _PATTERNS[location.rpartition(".")[2]]
     if kind in ("too_short", "too_long"):
+        # pydantic says "Tuple should have at least 1 item after validation, not 0".
         expected = message.removeprefix("Tuple should ").partition(" after")[0]
     return f"{location} is {shorten(_repr(detail['input']))}; it should {expected}."
 

@@ -167,7 +167,7 @@ class PooledSection(Section):
     pretrained: str | None = None
     """A diffusers folder or repository id. Unset: that of the first encoder."""
     config: dict[str, Any] = Field(default_factory=dict)
-    # CLIP, the usual second encoder, has 77 position embeddings.
+    # CLIP, FLUX's second encoder, has 77 position embeddings.
     max_tokens: int = Field(77, gt=0, le=2**16)
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
     """Data type of this encoder's linear layers, like `text.quantize`."""

@@ -36,6 +36,7 @@ MAY_CHANGE_ON_RESUME = (
     "training.encode_ahead",
     "recompute",
     "parallel",
+    # Saving and supervision: only a run that fails notices them.
     "checkpoint",
     "guard",
     "watch",

@@ -53,6 +53,7 @@ class RecomputeSection(Section):
     def chosen(self) -> str:
         if self.policy != "auto":
             return self.policy
+        # On a GPU the planner first sets `memory` to the free memory.
         return "none" if self.memory is None else "best"
 
 

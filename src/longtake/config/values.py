@@ -32,8 +32,8 @@ def _at_home(path: Path) -> Path:
 # TOML knows neither paths nor tuples: these two are made from strings and lists.
 FilePath = Annotated[Path, Strict(False), AfterValidator(_at_home), PlainSerializer(str)]
 FromList = Strict(False)
-# Far above any use: a slip of the keyboard is then refused in a sentence, and does not use up
-# memory or run for ever.
+# Far above any use: a typing error is then refused in a sentence, and does not use up memory or
+# run for ever.
 MAX_SIDE, MAX_BATCH, MAX_STEPS = 2**16, 2**16, 10**9
 MAX_SECONDS, MAX_GUIDANCE = 1e7, 1000.0
 

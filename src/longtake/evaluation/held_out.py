@@ -146,7 +146,7 @@ def _encode(
         seen = dict[str, Tensor]()
         if parts.family.text.pictures:
             seen = parts.family.text.seen_pictures(_read_inputs(clip, bucket, data, device)[1])
-        # A fixed seed, because prefixes and the order of tags are drawn by it.
+        # Of no catalog of the recipe, so that nothing is drawn: no prefix, and tags in their order.
         caption = parts.text.encode([sample_caption(clip.caption, "", data, 0)], seen)
         captions.append({name: each.cpu() for name, each in caption.items()})
     parts.bring("codec", device)

@@ -148,6 +148,7 @@ class Recorder:
             # An audit finds by this whether two launches have written alternately.
             launch="" if self._lease is None else str(self._lease.record["token"]),
         )
+        # Taking the peak also resets it, so that each value covers the steps since the last one.
         if statistics.step % _MEMORY_EVERY == 0 and (peak_bytes := take_peak(self._world.device)):
             metrics["peak_memory_bytes"] = peak_bytes
         if not decision.is_allowed and decision.verdict.kind != "ok":

@@ -145,6 +145,7 @@ class CpuThreads:
             batch_size: clips of a step.
         """
         self._sample_flops = sample_flops
+        # A resumed run keeps its number: sums in another one differ in their last bits.
         if self._tuner is not None and not self._saved and sample_flops:
             flops = max(sample_flops.values()) * batch_size
             most = max(1, int(flops / _FLOPS_PER_THREAD))
