@@ -59,7 +59,7 @@ class SampleEvaluator:
             held_out = None
             if not sampler.is_shared:  # else other ranks would have to run the model too
                 with self._without(task, "held-out loss"):
-                    # Once for a run, whether there is a catalog of such clips or not.
+                    # Opened once for a run, even if the recipe names no held-out clips.
                     self._held_out = self._held_out or (HeldOut.open(recipe, task.run),)
                     if (clips := self._held_out[0]) is not None:
                         # Called between batches: a request to stop is raised from there.

@@ -146,7 +146,7 @@ def _encode(
         seen = dict[str, Tensor]()
         if parts.family.text.pictures:
             seen = parts.family.text.seen_pictures(_read_inputs(clip, bucket, data, device)[1])
-        # Of no catalog of the recipe, so that nothing is drawn: no prefix, and tags in their order.
+        # The source "" is no catalog of the recipe: no prefix is added, and tags keep their order.
         caption = parts.text.encode([sample_caption(clip.caption, "", data, 0)], seen)
         captions.append({name: each.cpu() for name, each in caption.items()})
     parts.bring("codec", device)

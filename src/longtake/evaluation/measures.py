@@ -507,7 +507,7 @@ def trend_sigmas(values: Sequence[float]) -> float:
     pairs = sum((later > earlier) - (later < earlier) for earlier, later in combinations(values, 2))
     equal = (n * (n - 1) * (2 * n + 5) for n in Counter(values).values())
     variance = (count * (count - 1) * (2 * count + 5) - sum(equal)) / 18
-    # Nearer to 0 by one: the correction for a discrete statistic.
+    # The correction of a discrete statistic for continuity moves it toward 0 by one.
     return math.copysign(max(0, abs(pairs) - 1), pairs) / math.sqrt(variance) if variance else 0.0
 
 

@@ -332,8 +332,8 @@ class PendingTasks:
             del self._awaited[name]
             return (how, server, self._at_source) == ("gone", self.directory.name, None)
         try:
-            # By a claim, so that one server reports it, and none that still works on it is
-            # disturbed.
+            # Claimed first: only one server then reports it, and none that still works on it
+            # is disturbed.
             claim = self.claims.take(task)
         except OSError:  # a full disk: reported later
             return False

@@ -112,7 +112,7 @@ _KNOWN_CAUSES = (
     ("No space left on device", "a disk is full", "make room"),
     ("Disk quota exceeded", "a quota is used up", "make room"),
     ("Read-only file system", "a disk is read-only", "see what is wrong with it"),
-    # This is rsync's, and comes before ssh's below, which begins alike.
+    # rsync's message, before that of ssh, which begins with the same words.
     ("Permission denied (13)", "a file may not be read or written", "change its permissions"),
     ("Host key verification failed", "ssh does not know its host key", "connect once by hand"),
     ("IDENTIFICATION HAS CHANGED", "ssh knows another host key of it", "compare the keys"),

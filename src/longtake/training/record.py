@@ -260,7 +260,7 @@ class Recorder:
         weights = np.array(batch.weights.tolist())
         loss = float(np.dot(weights, losses.losses))
         of_zero = float(np.dot(weights, losses.of_zero.tolist()))
-        # Also if the loss is NaN, which the guard reports.
+        # True for a loss of NaN as well, which the guard reports.
         if not loss > of_zero:
             return
         mean, mean_of_zero = (each / weights.sum() for each in (loss, of_zero))

@@ -219,7 +219,7 @@ class NormStats:
 
 
 def _root(square: float) -> float:
-    # NaN for a NaN sum, too.
+    # The comparison is false for NaN, so that the root of NaN is NaN.
     return math.sqrt(square) if square >= 0 else math.nan
 
 
