@@ -138,12 +138,15 @@ class Module:
 
     @property
     def long_functions(self) -> list[str]:
-        """Functions that one cannot read at once; signatures of verbs are not counted."""
-        return [
-            f"{self.name}.{each.name}"
-            for each in self.functions
-            if _num_lines(each, with_signature=self.package != "cli") > _LONG_FUNCTION
-        ]
+        """Functions that one cannot read at once; comments and verbs' signatures do not count."""
+        found = []
+        for each in self.functions:
+            lines = set(_span(each)) - self.comment_lines
+            if self.package == "cli":
+                lines -= set(range(each.lineno, each.body[0].lineno))
+            if len(lines) > _LONG_FUNCTION:
+                found.append(f"{self.name}.{each.name}")
+        return found
 
     @property
     def once_used(self) -> list[str]:
@@ -254,11 +257,6 @@ class Structure:
 
 def _span(node: ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-
-
-def _num_lines(function: Function, *, with_signature: bool) -> int:
-    first = function.lineno if with_signature else function.body[0].lineno
-    return (function.end_lineno or first) - first + 1
 
 
 def _imported(module: Module) -> set[str]:

@@ -95,7 +95,9 @@ def test_a_tree_within_its_limits_is_not_refused(tree: Path) -> None:
 
 
 def _long_function(name: str, lines: int) -> str:
-    return f"def {name}() -> None:\n" + "    # a line\n" * (lines - 2) + "    print()\n"
+    comments = "    # Comments do not count.\n" * 9
+    docstring = '    """A' + "\n" * (lines - 3) + '    """\n'
+    return f"def {name}() -> None:\n{docstring}{comments}    print()\n"
 
 
 _ADDED = "src/longtake/fine.py"

@@ -71,16 +71,15 @@ def sparkline(
             f'<line x1="{at(now):.1f}" x2="{at(now):.1f}" y1="0" y2="{height}" class="spark-now"/>'
         )
     points_at = zip(steps, values, strict=True)
-    for is_gap, group in groupby(points_at, key=lambda point: point[1] is None):
-        if is_gap:
-            continue
-        points = [(step, value) for step, value in group if value is not None]
-        text_points = " ".join(f"{at(step):.1f},{up(value):.1f}" for step, value in points)
-        parts.append(f'<polyline points="{text_points}" class="spark-line"/>')
+    for _, group in groupby(points_at, key=lambda point: point[1] is None):
+        points = [(at(step), up(value)) for step, value in group if value is not None]
+        if points:
+            line = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+            parts.append(f'<polyline points="{line}" class="spark-line"/>')
         # A line of one point is invisible.
         if len(points) == 1:
-            (step, value) = points[0]
-            parts.append(f'<circle cx="{at(step):.1f}" cy="{up(value):.1f}" r="2" class="fill-1"/>')
+            ((x, y),) = points
+            parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2" class="fill-1"/>')
     for step, words in (marks or {}).items():
         x = at(step)
         parts.append(

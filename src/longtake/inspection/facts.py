@@ -81,6 +81,8 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
     left = None
     if now.kind == "running" and seconds is not None:
         left = (recipe.training.steps - steps) * seconds
+    can_sample = any(each["damage"] is None and not each["abandoned"] for each in checkpoints)
+    sampled = [each["preset"] for each in evaluations if each["steps"]]
     return {
         "run": str(run.path),
         "id": record["id"],
@@ -95,12 +97,7 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
         "step_seconds": seconds,
         "seconds_left": left,
         "launches": record["launches"],
-        # Launches that reached their first step.
-        "starts": [
-            {name: event.get(name) for name in _START_FACTS}
-            for event in events
-            if event["event"] == "startup_timing"
-        ],
+        "starts": _starts(events),
         "newest": next(iter(kept[-1:].metrics()), None),
         "abandoned_rows": len(rows) - len(kept),
         "checkpoints": checkpoints,
@@ -109,16 +106,14 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
         "settings": settings_changes(events, rows),
         "troubles": incidents(events, rows),
         "evaluations": evaluations,
-        "next": next_commands(
-            run,
-            now.kind,
-            rows,
-            can_sample=any(
-                each["damage"] is None and not each["abandoned"] for each in checkpoints
-            ),
-            presets=[each["preset"] for each in evaluations if each["steps"]],
-        ),
+        "next": next_commands(run, now.kind, rows, can_sample=can_sample, presets=sampled),
     }
+
+
+def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the launches that reached their first step, with the seconds until then."""
+    timings = (event for event in events if event["event"] == "startup_timing")
+    return [{name: event.get(name) for name in _START_FACTS} for event in timings]
 
 
 def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
