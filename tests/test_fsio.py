@@ -3,7 +3,7 @@
 import errno
 import os
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +91,25 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="not empty"), atomic_folder(path) as partial:
         (partial / "file").write_text("another")
     assert (path / "file").read_text() == "complete"
+
+
+def test_a_cache_that_two_processes_clean_keeps_its_newest_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for age, name in enumerate(("new", "older", "oldest", "gone")):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (1000 - age, 1000 - age))
+    scandir = os.scandir
+
+    def scan_beside_another_process(folder: Path) -> Any:
+        with scandir(folder) as entries:
+            listed = list(entries)
+        (tmp_path / "gone").unlink()
+        return nullcontext(listed)
+
+    monkeypatch.setattr(os, "scandir", scan_beside_another_process)
+    fsio.remove_oldest(tmp_path, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"new", "older"}
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

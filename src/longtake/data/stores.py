@@ -227,8 +227,7 @@ def _obtain(media: Media) -> tuple[int, int]:
             "(raise data.sample_memory_gib in a recipe, or --memory-gib of data index; or set "
             "data.store.cache, so that clips are fetched to a disk)",
         )
-    # A file in memory without a name, as /dev/shm is small in containers. It is gone with its last
-    # descriptor.
+    # A file in memory without a name, as /dev/shm is small in containers.
     descriptor = os.memfd_create("longtake-clip")
     try:
         _fetch(media, num_bytes, descriptor)
@@ -264,8 +263,7 @@ def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
             continue
         if answer is None:
             continue
-        # The ETag of the first piece is asked for with all others: pieces of two versions would
-        # make a damaged clip.
+        # All pieces have the ETag of the first: those of two versions make a damaged clip.
         data, tag = answer[0], tag or answer[1]
         if len(data) < end - start:
             raise ClipError(
@@ -378,8 +376,7 @@ class _Request:
         # Precondition failed: the ETag is another one.
         if status == 412:
             raise content.changed(media, "while it was read") from None
-        # fsspec's HTTP client raises FileNotFoundError for every failure, with the real one as
-        # cause.
+        # fsspec's HTTP client raises FileNotFoundError for every failure, with the real cause.
         is_missing = isinstance(error, FileNotFoundError) and error.__cause__ is None
         if is_missing or status in _MISSING:
             raise MissingError(str(media), "does not exist in its store") from None
@@ -540,8 +537,7 @@ def _open_store(url: str) -> tuple[Any, str]:
         options["config_kwargs"] = {**config, "retries": {"total_max_attempts": 1}}
     if protocol in ("http", "https"):
         options["client_kwargs"] = {"trace_configs": [_redirect_guard()]}
-    # fsspec keeps a file system for the whole process, whose listings would hide objects that are
-    # added later.
+    # fsspec keeps file systems, whose cached listings would hide objects that are added later.
     store = fsspec.filesystem(protocol, use_listings_cache=False, **options)
     if protocol == "s3":
         store.retries = 1  # `_Request` repeats requests itself
@@ -672,8 +668,8 @@ def ask_each(urls: Iterable[str]) -> None:
     Raises:
         DataError: a store does not have it, refuses the credentials, or does not answer.
     """
-    first = {store_of(url): Media(url) for url in urls}
-    for media in first.values():
+    one_of_each = {store_of(url): Media(url) for url in urls}
+    for media in one_of_each.values():
         measured(media)
 
 

@@ -382,8 +382,7 @@ def _csv_columns(path: Path) -> Iterator[tuple[list[str], int, dict[str, Sequenc
 
 
 def _csv_rows(path: Path) -> Iterator[list[str]]:
-    # newline="" as the csv module asks for. The reader of codecs.open would take minutes for a line
-    # of some megabytes.
+    # newline="" as csv asks for; the reader of codecs.open takes minutes for a line of megabytes.
     with (
         fsio.open_regular(path) as binary,
         io.TextIOWrapper(binary, encoding=_encoding_of(binary), newline="") as file,
@@ -527,7 +526,6 @@ def _read_parquet(
             for name in names
             if name not in texts and (name != inside or paths is None)
         }
-        # A table without rows still has columns to check.
         nothing = pa.RecordBatch.from_pylist(
             [], pa.schema([(each, fields[each]) for each in columns])
         )

@@ -48,10 +48,13 @@ def remove_oldest(folder: Path, num_kept: int) -> None:
     Raises:
         OSError: the folder cannot be read, or a file cannot be removed.
     """
+    by_age = []
     with os.scandir(folder) as entries:
-        by_age = sorted((each.stat().st_mtime, each.path) for each in entries)
-    for _, path in by_age[:-num_kept]:
-        # Another process may clean the same cache at the same time.
+        for entry in entries:
+            # Another process may clean the same cache at the same time.
+            with suppress(FileNotFoundError):
+                by_age.append((entry.stat().st_mtime, entry.path))
+    for _, path in sorted(by_age)[:-num_kept]:
         Path(path).unlink(missing_ok=True)
 
 
