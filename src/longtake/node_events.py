@@ -130,7 +130,6 @@ def _begun(
 
 def _period_text(ages: Sequence[float]) -> str:
     """Name the interval of a clock's last steps if it is regular: a cron job sets the clock."""
-    # Ages of the last steps, oldest first.
     gaps = [older - newer for older, newer in pairwise(ages[-_STEPS_OF_A_PERIOD:])]
     if len(gaps) + 1 < _STEPS_OF_A_PERIOD:
         return ""

@@ -19,7 +19,7 @@ from longtake.health.clock import STEP_SECONDS
 from longtake.process import program, start
 
 _SLOW_CHANGES = ("data.workers=0", "training.steps=600")
-_SLOW_SETTINGS = {"health_seconds": 4.0}  # an outlier takes three windows at least
+_SLOW_SETTINGS = {"health_seconds": 4.0}  # short, as an outlier takes three windows at least
 _SLOW_RANK = 1
 _SLOW_FROM_STEP = 16
 _SLOW_WITHIN_SECONDS = 45.0

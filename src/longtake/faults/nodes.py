@@ -175,7 +175,7 @@ def _own_disk(folder: Path) -> Iterator[None]:
         _as_root("mkfs.ext4", "-q", "-F", str(image))
         _as_root("mount", "-o", "loop", str(image), str(folder))
         try:
-            # A new run refuses a folder that is not empty, and mkfs has made this one.
+            # Made by mkfs; a new run directory is empty.
             (folder / "lost+found").rmdir()
             yield
         finally:

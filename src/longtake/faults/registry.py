@@ -133,7 +133,7 @@ def fault(
 
 def all_faults() -> dict[str, Fault]:
     """Return all faults by name, in the order in which `--all` runs them."""
-    # `nodes` imports `data` and `hangs`, so faults were registered in the order of these imports.
+    # A module that was imported before all others has registered its faults first.
     modules = [import_module(f"longtake.faults.{name}").__name__ for name in _MODULES]
     found = (each for each in _faults.values() if each.module in modules)
     in_order = sorted(found, key=lambda each: modules.index(each.module))
