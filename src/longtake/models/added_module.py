@@ -295,6 +295,7 @@ class _BlockForward:
             sigmas=self.attachment.sigmas,
             name=self.name,
             index=self.index,
+            # Each module gets what its own `prepare` returned, in `_run_within`.
             prepared={},
             audio=seen.get("audio"),
         )

@@ -55,6 +55,7 @@ class TransformersCaptioner:
                 "with save_pretrained(...) of transformers."
             )
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        # A folder from elsewhere may name code of its own, which is not run.
         safe: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         try:
             with quiet(AutoProcessor):

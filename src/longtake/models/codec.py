@@ -385,6 +385,7 @@ class PatchedImageCodec(ImageCodec):
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean and standard deviation [C, 1, 1] of the patched latents."""
+        # Read at each call, because buffers move between devices with the autoencoder.
         norm: Any = self.autoencoder.bn
         statistics = torch.stack([norm.running_mean, norm.running_var]).to(like)
         mean, variance = statistics[:, :, None, None]

@@ -203,6 +203,8 @@ def assemble(
     # Every model of a training is built here, so no attention runs before faulty kernels are
     # barred.
     attention_rules.guard_attention()
+    # Random numbers of the caller go on as if nothing had been built. No devices: weights are drawn
+    # on the CPU, and forking the generators of GPUs would start CUDA.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         chosen, section = chosen_family(recipe.model), recipe.codec

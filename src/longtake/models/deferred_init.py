@@ -282,6 +282,7 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         arguments = func._schema.arguments
         values = dict(zip((each.name for each in arguments), args, strict=False)) | kwargs
+        # The schema alone says which arguments an operator changes, in place or by `out`.
         written = [each.name for each in arguments if each.alias_info and each.alias_info.is_write]
         changed = [values.get(name) for name in written]
         reads, writes, outputs = map(self._storages_of, ((args, kwargs), changed, result))

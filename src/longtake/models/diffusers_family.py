@@ -300,6 +300,8 @@ class DiffusersFamily(Family):
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         """Return diffusers' name; a LoRA's has the prefix of the part of ComfyUI that it is for."""
+        # FLUX's original layers are fused, so LoRA of one of three fused projections has no
+        # original name: ComfyUI reads diffusers' names under this prefix.
         return f"{'transformer.' if is_lora else ''}{name}"
 
 
@@ -340,6 +342,7 @@ def embed_pictures(
     Returns:
         [B, T, D] in fp32.
     """
+    # A plan asks for shapes, which the encoder's configuration states: no encoder runs for it.
     if pictures.is_meta:
         config = text.pipeline_parts()["image_encoder"].config
         tokens = (config.image_size // config.patch_size) ** 2 + further_tokens

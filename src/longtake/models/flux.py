@@ -109,6 +109,7 @@ class Flux(diffusers_family.DiffusersFamily):
         """
         release = releases.read_release(section)
         shift = self.scheduler.shift(section)
+        # Distilled for guidance: sampled without a second pass, so no caption has to be dropped.
         if release.config.get("guidance_embeds"):
             return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0

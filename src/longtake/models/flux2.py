@@ -110,6 +110,7 @@ class Flux2(flux.Flux):
         """Return the defaults of dev, of klein's base, or of a distilled klein (no second pass)."""
         release = releases.read_release(section)
         shift = self.scheduler.shift(section)
+        # A configuration may lack the key, whose default in diffusers' class is True.
         if release.config.get("guidance_embeds", True):
             return base.Defaults(
                 shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0

@@ -99,6 +99,7 @@ class HunyuanBlocks(DiffusersBlocks):
 
 def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     """Split the text tokens and the video tokens of each sample between the ranks."""
+    # In place of the forward pass that `adapt` has set, which shares nothing.
     model.forward = partial(_forward, model, sharing)
     for block in model.transformer_blocks:
         diffusers_family.share_attention(block.attn, sharing)
@@ -258,6 +259,8 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         scale = self.guidance_scale
         if release.guider is not None:
             scale = _guidance_scale(release.guider, str(section.pretrained))
+        # Without guidance there is no pass without a caption for which the model would have to
+        # train.
         dropout = base.Defaults.caption_dropout if scale != 1 else 0.0
         shift, steps = self.scheduler.shift(section), self.num_inference_steps
         return base.Defaults(shift, scale, steps, dropout, max_tokens=1000)

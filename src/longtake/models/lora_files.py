@@ -236,6 +236,7 @@ class _LoraFile:
     def _check_settings(self, settings: Mapping[str, Any]) -> _Settings:
         known = {field.name for field in fields(_Settings)}
         understood = {name: value for name, value in settings.items() if name in known}
+        # Unknown settings count as refused: a setting of a later peft may change the strength.
         others = settings.keys() - known - _WITHOUT_EFFECT
         refused = [n for n in settings if n in others and not _is_expected(n, settings[n])]
         for name in ("use_rslora", "use_dora"):

@@ -234,6 +234,7 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
                 "repository id, or convert the file with a pipeline's from_single_file(...) and "
                 "save_pretrained(...) of diffusers."
             )
+        # Before any request: a misspelt path must not be asked for on the network.
         if not _REPOSITORY_ID.fullmatch(where):
             raise ModelError(
                 f"There is no folder {where}. Expected a diffusers folder on disk, or a repository "

@@ -130,6 +130,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
             conditioning["prompt_embeds"], conditioning["prompt_length"]
         )
         images = [noisy_latents, *self.inputs.pictures(conditioning)]
+        # Packed one by one: references may have other sizes than the noisy image.
         tokens = [flux.pack(image.to(noisy_latents)) for image in images]
         inputs = {
             "hidden_states": torch.cat(tokens, dim=1),

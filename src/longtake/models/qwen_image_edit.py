@@ -160,6 +160,7 @@ class QwenImageEdit(qwen_image.QwenImage):
     text = EditText(
         pictures=("reference",),
         has_lengths=True,
+        # As in Qwen-Image: tokens that the pipeline drops, and those that end a caption.
         template_tokens=64 + 5,
         arguments=qwen_image.QwenImage.text.arguments,
     )
@@ -175,6 +176,7 @@ class QwenImageEditPlus(QwenImageEdit):
     text = replace(
         QwenImageEdit.text,
         pictures=("reference", *_MORE_REFERENCES),
+        # These pipelines show references to the text encoder in a smaller size than to the codec.
         seen_area=_SMALL_AREA,
         frame_tokens=8,
     )

@@ -66,6 +66,8 @@ def _refuse_frames(
                 )
             size = {"height": bucket.height, "width": bucket.width}
             try:
+                # Given frames are encoded apart from the clip, so their number must divide by
+                # itself.
                 codec.latent_shape(config.Bucket(num_frames=section.frames, **size))
             except RecipeError as error:
                 raise RecipeError(f"{key} cannot be encoded alone. {error}") from None

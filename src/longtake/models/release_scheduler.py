@@ -64,6 +64,7 @@ def scheduler_shift(
             f"{where}: its scheduler_config.json has {numbers}; expected two numbers of tokens, "
             "two shifts, and shift_terminal from 0 to below 1. Correct scheduler_config.json."
         )
+    # Before the fixed shift, which diffusers' schedulers ignore where the dynamic one is on.
     if scheduler.get("use_dynamic_shifting"):
         return ShiftRule("flux2" if mu == "flux2" else line, terminal)
     shift = scheduler.get("flow_shift", scheduler.get("shift"))

@@ -92,6 +92,7 @@ def has_part(where: str, part: PipelinePart) -> bool:
 
 
 def _is_class(value: Any) -> bool:
+    # Any other library that an index names is never imported.
     is_pair = isinstance(value, list) and len(value) == 2
     return is_pair and value[0] in ("diffusers", "transformers") and isinstance(value[1], str)
 
@@ -144,6 +145,7 @@ def part_config(where: str, subfolder: str) -> dict[str, Any]:
 
 
 def _is_shipped(where: str) -> bool:
+    # A folder of that name in the current one comes first, as in `locate`.
     return where in SHIPPED and not Path(where).is_dir()
 
 

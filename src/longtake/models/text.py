@@ -263,6 +263,7 @@ class TransformersText:
     def _by_length(self, captions: Sequence[str]) -> dict[int, list[int]]:
         """Group the row numbers of captions by the number of tokens to compute for them."""
         rows_by_length = dict[int, list[int]]()
+        # As Wan's pipeline cleans them, so that the counts are those of the tokens that it makes.
         cleaned = [clean(caption) for caption in captions]
         tokens = self.tokenizer(cleaned, truncation=True, max_length=self.max_tokens).input_ids
         for row, ids in enumerate(tokens):
@@ -372,8 +373,10 @@ def outline_text(
         else:
             with torch.device("meta"):
                 module = _random(spec, MAX_WORDS + len(spec.special))
+        # A plan counts the outline's bytes, so it has the dtype that the real encoder is kept in.
         numerics.keep_weights_in(module, spec.dtype)
         encoders.append(_Encoder(module, None, spec))
+
     return TransformersText(family, encoders, _processors(section, family))
 
 

@@ -72,6 +72,8 @@ class TextContract:
             max_tokens: tokens, those of pictures included, of the encoders that read captions.
         """
         for folder, length in max_tokens.items():
+            # The template is computed with the caption, though the pipeline drops its tokens
+            # afterwards.
             ids = torch.ones(1, length + self.template_tokens, dtype=torch.long)
             mask = torch.ones_like(ids)
             encoders[folder](input_ids=ids, attention_mask=mask, **self.arguments)
