@@ -32,7 +32,8 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, keep_preset
 
 Progress = Callable[[str, int, int], None]
-"""Called with the name of the present work, the amount of it that is done, and the total."""
+"""Function to call with the name of the present work, the amount of it that is done, and the total.
+"""
 AttemptEnding = Literal["done", "failed", "damaged", "gone", "released", "late"]
 
 _LEASE_CHECK_SECONDS = 1.0
@@ -150,7 +151,7 @@ class Claim(NamedTuple):
 
 @dataclass(frozen=True)
 class AttemptOutcome:
-    """The result of an attempt."""
+    """The result of an attempt at an evaluation task."""
 
     how: AttemptEnding
     """Kind of ending; `late`: another server has published the result, or taken the task over."""
@@ -163,7 +164,7 @@ class AttemptOutcome:
 
 
 class Evaluate(Protocol):
-    """Samples and measures a checkpoint that is complete, and cannot be deleted meanwhile."""
+    """Function that samples and measures a checkpoint, which nothing deletes meanwhile."""
 
     def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
         """Write all files of a result except scores.json to a folder, and return the scores.
@@ -270,7 +271,7 @@ class Claims:
 
 
 class TaskProgress:
-    """Keeps the lease while work advances, shows progress, and stops the work on request."""
+    """Progress callback of an evaluation: renews the lease, and stops the work on request."""
 
     def __init__(self, lease: Lease, stop: process.StopSignal, shown: Progress) -> None:
         self._lease, self._stop, self._shown = lease, stop, shown

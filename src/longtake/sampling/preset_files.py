@@ -80,7 +80,7 @@ _SHOWN = config.ConditioningSection(kind="picture", path="shown")
 
 
 def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
-    """[H, W, 3] Read a picture, or a video's first frame, in the bucket's size."""
+    """Read a picture, or a video's first frame, as [H, W, 3] in the bucket's size."""
     # The first frame of [C, F, H, W].
     picture: NDArray[np.uint8] = read_input(_SHOWN, file, bucket=bucket)[:, 0]
     return np.ascontiguousarray(picture.transpose(1, 2, 0))

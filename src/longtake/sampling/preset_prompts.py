@@ -27,7 +27,7 @@ _NUM_CAPTIONS = 4
 _MAX_CLIPS_READ = 1000
 _MAX_LINES_NAMED = 10
 _FLAG = re.compile(r"(?<!\S)--[a-z][a-z_]*(?=[\s=]|$)")
-"""Settings such as kohya's `--w 64`, but no dash between words."""
+"""Pattern of settings in a prompt, such as kohya's `--w 64`; dashes between words do not match."""
 
 
 def find_prompts(

@@ -115,10 +115,10 @@ def preset_names(
     """Return the names of the presets to sample, each once.
 
     Args:
-        recipe: of the run.
-        names: given with `--preset`. Without any, those in the file given with `--presets` are
-            sampled, else `evaluation.run`, else all in the recipe, else `default`.
-        beside: the run directory.
+        recipe: recipe of the run.
+        names: names given with `--preset`. Without any, those in the file given with `--presets`
+            are sampled, else `evaluation.run`, else all in the recipe, else `default`.
+        beside: directory of the run.
         own: the file given with `--presets`.
 
     Raises:
@@ -238,6 +238,7 @@ def _build(
     return Preset(
         name=name,
         prompts=prompts,
+        # A seed that is named twice would write the same file twice.
         seeds=tuple(dict.fromkeys(section.seeds or (0,))),
         settings=settings,
         bucket=bucket,
@@ -264,7 +265,7 @@ def read_tables(
     """Read and merge the preset tables of longtake, the recipe and the user's own file.
 
     Args:
-        recipe: of the run.
+        recipe: recipe of the run.
         beside: the run directory, in which files that the recipe names are looked for.
         own: the file given with `--presets`.
 
@@ -356,7 +357,7 @@ def weights_to_sample(
     """Return the part of a checkpoint to sample: `model`, or `ema/` and a profile.
 
     Args:
-        recipe: of the run.
+        recipe: recipe of the run.
         ema: sample an average, or the weights themselves; None: an average if the run keeps any.
         profile: the profile that a preset or an option names; "none": the weights themselves.
 

@@ -76,7 +76,7 @@ ONE_BY_ONE = MemoryStrategy(two_passes=True, at_once=1)
 
 @dataclass
 class MemoryFallback:
-    """Tries strategies until one fits, and starts with it the next time.
+    """Choice of a memory strategy by trial, kept for the next videos of the same size.
 
     The first strategy samples everything at once. When memory runs out, guidance takes two passes,
     then half of the videos are sampled at a time, and so on; decoding falls back to tiles. No
@@ -470,6 +470,7 @@ class Sampler:
         if is_distilled or scale <= 1:
             return Guidance(self.predict, conditional, None, scale)
         negative = [negative_prompt] * len(requests)
+        # Both passes have the same references: guidance moves along the text alone.
         unconditional = self._encode_text(negative, requests, read) | inputs
         return Guidance(self.predict, conditional, unconditional, scale, parts.family.guided)
 
