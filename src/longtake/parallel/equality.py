@@ -91,6 +91,7 @@ def _versions(device: torch.device) -> dict[str, str]:
 def _settings(device: torch.device) -> dict[str, str]:
     names = (*_DECIDING_VARIABLES, *_VARIABLES)
     settings: dict[str, Any] = {name: os.environ[name] for name in names if name in os.environ}
+    # Read from torch and not from the recipe: modules that were imported may have set them.
     settings["precision of fp32 matmuls"] = torch.get_float32_matmul_precision()
     settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
     if device.type == "cuda":

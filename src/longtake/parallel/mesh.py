@@ -189,6 +189,7 @@ def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
     waited = re.search(r"Timed out waiting (\d+)ms", str(error))
     if waited is None:
         return None
+    # The error names neither operation nor group; torch's frames in its traceback have both.
     called = "a collective"
     for frame, _ in traceback.walk_tb(error.__traceback__):
         is_torchs = frame.f_code.co_filename == dist.distributed_c10d.__file__

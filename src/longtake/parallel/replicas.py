@@ -139,6 +139,7 @@ class ReplicaCheck:
 
     def explain(self, unlike: Sequence[int], tensors: Mapping[str, Tensor], step: int) -> str:
         """Describe the nodes, GPUs and tensors that differ; all ranks call it."""
+        # Only after a difference: the comparison at each step has one checksum for all tensors.
         checksums = {name: checksum([each]) for name, each in tensors.items()}
         sums = {name: each for name, each in checksums.items() if each is not None}
         mine = (_place(self._world), {name: int(each) for name, each in sums.items()})

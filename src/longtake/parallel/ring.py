@@ -36,7 +36,7 @@ _FEW_TOKENS = _ROWS_ALIGNMENT + 1
 
 @dataclass(frozen=True)
 class Ring:
-    """A group of ranks, each with a block of the tokens."""
+    """A ring of ranks, each of which owns a block of a clip's tokens."""
 
     rank: int
     counts: Sequence[int]  # tokens of each rank's block
