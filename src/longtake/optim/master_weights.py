@@ -120,6 +120,7 @@ class MasterAdamW(Fp32Optimizer):
         beta1, beta2 = group["betas"]
         adamw(
             masters,
+            # fp32 copies of bf16 gradients: MAX_BATCH_ELEMENTS bounds them.
             [gradient.float() for gradient in batch.gradients],
             [local_shard(state["exp_avg"]) for state in states],
             [local_shard(state["exp_avg_sq"]) for state in states],

@@ -94,6 +94,7 @@ class Averages:
         self._profiles = {profile.name: profile for profile in profiles}
         self._averages: dict[str, dict[str, Tensor]] = {
             profile: {
+                # A copy also of fp32 weights, which would otherwise be their own average.
                 name: parameter.detach().to(torch.float32, copy=True)
                 for name, parameter in self._trained.items()
             }
