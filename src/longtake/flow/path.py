@@ -24,6 +24,7 @@ def interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
 
 
 def velocity(latents: Tensor, noise: Tensor) -> Tensor:
+    """Return the velocity of the straight path, [B, ...], which is the same at every sigma."""
     return noise - latents
 
 

@@ -17,6 +17,7 @@ SolverName = Literal["euler", "heun", "unipc"]
 
 
 def euler(velocity: Velocity, noisy_latents: Tensor, sigma: float, next_sigma: float) -> Tensor:
+    """Return the latents after one Euler step (order 1, one velocity evaluation)."""
     return noisy_latents + (next_sigma - sigma) * velocity(noisy_latents, sigma)
 
 
