@@ -141,6 +141,7 @@ def demo(
             f"Stopped by {summary}. What {out} holds by now is kept; the same command resumes from "
             "there."
         )
+        # The codes of `train`: a script then knows that the same command resumes.
         raise typer.Exit(process.EXIT_CODES[summary])
     if as_json:
         say.result(summary)

@@ -16,7 +16,7 @@ _DAY_SECONDS, _HOUR_SECONDS = 86_400.0, 3600.0
 
 
 def plan_table(*columns: str) -> Table:
-    """Return an empty table whose columns hold numbers, but for the first, the last and words."""
+    """Return an empty table: numbers at the right, first and last column and words at the left."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         is_text = number in (0, len(columns) - 1) or column in ("fits", "over", "activations")

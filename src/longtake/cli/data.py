@@ -117,12 +117,14 @@ def index(
         from longtake.data.sources import class_folders
         from longtake.data.tasks import connected
 
+        # Called within the context below, which defines `shown`.
         def advance(done: int, total: int) -> None:
             enter("indexing")
             shown(done, total)
 
         folders = [each for source in sources if kohya for each in class_folders(source)]
         catalogs = {each.name: out / f"{each.name}.parquet" for each in folders}
+        # Of two such folders one catalog would replace the other.
         if len(catalogs) < len(folders):
             raise typer.BadParameter(
                 "two SRC have a folder of the same class; index each for itself"
@@ -574,6 +576,8 @@ def show(
         from longtake.board import data_page
 
         fsio.check_picture_name(out, (".html",))
+    # `config.load` and not `load_recipe`: nothing that the recipe names is imported to look at
+    # data.
     loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()), catalog)
     review_captions = None if loaded is None else _captions_reviewer(loaded)
     loaded, costs = (None, None) if loaded is None else _with_costs(loaded)

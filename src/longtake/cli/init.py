@@ -116,6 +116,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         # A release that a template names need not be read, which could mean to download it.
         if each.pretrained == release and task in (None, each.task) and expert is None:
             return each
+    # The family is what is looked for; functions that read a release ask for a section.
     section = ModelSection(family="", pretrained=release)
     kind = recognition.recognise(section, base.FAMILIES)
     found = releases.read_release(section)
@@ -150,6 +151,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         "release.toml.j2",
         f"{kind.title}: {what}",
         release,
+        # 0 GiB: no plan of this release was made, so that --memory refuses no shape.
         (Shape(0, *kind.size),),
         kind.fps,
         needed,

@@ -117,6 +117,7 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
             for option, count, names in blocks_by_option(best.options)
         ],
         "options": {name: str(option) for name, option in best.options.items()},
+        # Traces hold the whole model: weights that other ranks hold are taken off.
         "predicted_gib": _gib(best.predicted_bytes - away),
         "traced_gib": _gib(best.traced.peak_bytes - away),
         "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),

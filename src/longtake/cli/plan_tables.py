@@ -100,6 +100,7 @@ def _parts(report: "PlanReport") -> Iterator[RenderableType]:
         if report.cost is not None:
             yield ""
             yield from cost_report(report.cost)
+    # Also where nothing fits: a module without gradients is a fault at any size.
     yield from _gradient_lines(known)
     for warning in report.data_warnings:
         yield f"[yellow]data[/yellow] {escape_lines(warning)}"
@@ -143,6 +144,7 @@ def _stage_table(stages: "Sequence[StageForecast]") -> Table:
         )
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     columns = zip((*names, "tokens", "EMA", "shift", "no caption"), *cells, strict=True)
+    # Most recipes set few keys by stage: with all columns the table would not fit a terminal.
     shown = [(name, *column) for name, *column in columns if set(column) != {"-"}]
     for name, *_ in shown:
         table.add_column(name, justify="left" if name == "stage" else "right")

@@ -66,6 +66,8 @@ def show(
             enter("writing the page")
             from longtake.board.report import write_report
 
+            # Curves of 8 steps on each side, the tables' default, would show hardly more than the
+            # step.
             most = 100 if span is None else span
             near = {} if around is None else {"first": max(0, around - most), "last": around + most}
             query = {name: str(step) for name, step in near.items()}
@@ -157,6 +159,7 @@ def watch(
     if not any(target.folder.glob("rank_*")):
         say.line("No rank of it runs on this node now: this waits for one.")
     names_a_hook = False
+    # The run's recipe may be unreadable, which is no reason not to watch its processes.
     with suppress(errors.LongtakeError):
         names_a_hook = RunDirectory(run).recipe().watch.hook is not None
     if target.settings.hook is None and names_a_hook:
@@ -191,6 +194,7 @@ def bundle(
     with progress.phase_lines(say.console(), "reading the run's records"):
         found = collect(directory, with_modules=with_modules, is_trusted=trust)
     archive = Path(default_name(directory)) if out is None else out
+    # Before the contents are listed, which one reads to the end before answering.
     check_out(archive)
     for each in found.files:
         say.line(f"{len(each.data):>11,} bytes  {each.name}" + (f": {each.note}" * bool(each.note)))
@@ -226,6 +230,7 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
     where = f"on {hosts[0]}" if len(hosts) == 1 else f"on {len(hosts)} nodes"
     title = f"{facts['of']}: {plural(count, 'process', 'processes')} {where}"
     tree = Tree(Text(title, style="bold"), guide_style="dim")
+    # groupby joins neighbours only; `group_processes` has sorted by role.
     for role, groups in groupby(facts["groups"], key=lambda each: str(each["role"])):
         _add_role(tree, role, list(groups))
     for each in facts["missing"]:

@@ -26,7 +26,10 @@ Trust = Annotated[
 
 
 class SafeConsole(Console):
-    """A console that spells out control characters in whatever is printed."""
+    """A console that spells out control characters in whatever is printed.
+
+    File names and captions may hold escape sequences, which would control the terminal.
+    """
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
         """Render like `Console.render`, with control characters spelled out."""
