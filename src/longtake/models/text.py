@@ -404,6 +404,8 @@ def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_Encoder
     if section.pretrained is not None:
         for part in parts.further:
             if releases.has_part(section.pretrained, part):
+                # False also for a ByT5, which reads captions: its family calls it, with a length of
+                # its own.
                 specs += [_EncoderSpec("text", section, part, (), dtype, reads_captions=False)]
     return specs
 
