@@ -100,8 +100,8 @@ class BlockInputs:
     that of the references last; None for blocks without it, such as Z-Image's `context_refiner`.
     """
     rope: Any
-    """Tables of rotary positions (cosines, sines), in Qwen-Image complex ones (images', text's);
-    None for models without them."""
+    """Tables of rotary positions: (cosines, sines), in Qwen-Image complex rotations of (images,
+    text); None for models without them."""
     sigmas: Tensor
     """Noise levels [B] in fp32; 1 is pure noise."""
     name: str
@@ -330,11 +330,11 @@ class BlockContract(ABC):
         self.share(model, sharing)
 
     def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
-        """Return the `arguments` of one block; overridden where blocks differ."""
+        """Return the argument names of one block by field; blocks of one model may differ."""
         return self.arguments
 
     def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
-        """Return the `outputs` of one block; overridden where blocks differ."""
+        """Return the fields that one block returns; blocks of one model may differ."""
         return self.outputs
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:

@@ -63,7 +63,7 @@ class Codec(Protocol):
         """Return the frozen modules, whose weights take memory; empty if latents are the pixels."""
 
     def to(self, device: torch.device) -> None:
-        """Move to a device."""
+        """Move the codec's modules to a device."""
 
     def save(self, folder: Path) -> None:
         """Write the parts that `build_codec` cannot rebuild from the recipe alone."""
@@ -254,7 +254,7 @@ class LTX2Codec(AutoencoderCodec):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Complete the arguments with the compression: the class's own default is wrong."""
+        """Complete the arguments with the compression, whose default in diffusers is wrong."""
         temporal, spatial = _ltx2_compression({**known, **config})
         return {
             "temporal_compression_ratio": temporal,

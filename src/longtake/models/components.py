@@ -74,7 +74,7 @@ class Components:
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift_rule(self, shift: config.Shift | None) -> ShiftRule:
-        """Return the rule that a recipe's value names; None and `release` are the model's own."""
+        """Return the shift rule of a recipe's value; None and `release` name the model's own."""
         if shift is None or shift == "release":
             return self.defaults.shift
         return named_rule(shift)
@@ -119,7 +119,7 @@ class Components:
         return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
 
     def with_other(self) -> "Components":
-        """Return components with the other expert as the model."""
+        """Return the components for sampling by the other expert, in the place of the model."""
         assert self.other is not None
         return replace(self, model=self.other.model, other=None)
 

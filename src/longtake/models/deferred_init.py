@@ -29,7 +29,7 @@ from longtake.models import numerics, pretrained, release_checks, releases
 from longtake.models.quantized import QuantizedLinear
 
 Weights = bool | Literal["later"]
-"""True builds a model with weights; `later` without, but ready to be filled."""
+"""Choice of a model's weights: True with values, False on meta, `later` ready to be filled."""
 
 Target = Tensor | QuantizedLinear
 """Destination of stored values: a tensor, or a layer that quantises them."""

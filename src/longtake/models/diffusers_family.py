@@ -241,7 +241,7 @@ class DiffusersFamily(Family):
         return own
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """Return the shift by the release's scheduler; guidance and steps are the pipeline's."""
+        """Return the sampling defaults: the release's shift, the pipeline's guidance and steps."""
         shift = self.scheduler.shift(section)
         return Defaults(shift, self.guidance_scale, self.num_inference_steps)
 
@@ -299,7 +299,7 @@ class DiffusersFamily(Family):
             releases.copy_part(section, name, folder)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        """Return diffusers' name; a LoRA's has the prefix of the part of ComfyUI that it is for."""
+        """Return diffusers' name of a weight; a LoRA's gets the prefix that ComfyUI expects."""
         # FLUX's original layers are fused, so LoRA of one of three fused projections has no
         # original name: ComfyUI reads diffusers' names under this prefix.
         return f"{'transformer.' if is_lora else ''}{name}"

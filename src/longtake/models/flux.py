@@ -70,7 +70,7 @@ class Flux(diffusers_family.DiffusersFamily):
     )
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
-    """axes_dims_rope of the release: one entry for each number of a token's ids."""
+    """Widths of the release's rotary positions (axes_dims_rope), one for each number of an id."""
     scheduler = PipelineScheduler(default_shift=ShiftRule(MuLine()))
     guidance_scale = 3.5
     num_inference_steps = 28
@@ -103,7 +103,7 @@ class Flux(diffusers_family.DiffusersFamily):
             )
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Return the defaults of FLUX.1-dev and Kontext, of schnell, or of an undistilled model.
+        """Return the sampling defaults of FLUX.1-dev, Kontext, schnell or an undistilled model.
 
         Schnell has no guidance embedding and a scheduler with the static shift 1.
         """

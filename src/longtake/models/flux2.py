@@ -107,7 +107,10 @@ class Flux2(flux.Flux):
         return "Flux2KleinPipeline" if is_klein else self.pipeline_class
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Return the defaults of dev, of klein's base, or of a distilled klein (no second pass)."""
+        """Return the sampling defaults of FLUX.2 dev, klein's base or distilled klein.
+
+        A distilled klein needs no second pass.
+        """
         release = releases.read_release(section)
         shift = self.scheduler.shift(section)
         # A configuration may lack the key, whose default in diffusers' class is True.

@@ -60,7 +60,7 @@ class HunyuanText(TextContract):
 
 
 class HunyuanInputs(base.InputContract):
-    """Input contract: image-to-video releases take a first frame and its SigLIP embeddings."""
+    """Input contract of HunyuanVideo 1.5: a first frame with its SigLIP embeddings, or nothing."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         needed = ("first",) if _takes_first(releases.read_release(section)) else ()
@@ -88,7 +88,7 @@ class HunyuanInputs(base.InputContract):
 
 
 class HunyuanBlocks(DiffusersBlocks):
-    """Block contract; a text-to-video transformer leaves its picture embedder untrained."""
+    """Block contract of HunyuanVideo 1.5; from text alone, the picture embedder is untrained."""
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:
         names = super().untrained_parameters(model)
@@ -220,7 +220,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Prepare a call with the noisy channels, the first frame's, and a mask that is 1 there."""
+        """Prepare a call with channels of noisy latents, first frame, and a mask of that frame."""
         dtype, shape = noisy_latents.dtype, noisy_latents.shape
         given, mask = torch.zeros_like(noisy_latents), torch.zeros_like(noisy_latents[:, :1])
         embeds = None
@@ -254,7 +254,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         return self.block.num_tokens(model, shape) + sum(lengths)
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Take the guidance scale from the release's guider; scale 1 needs no second pass."""
+        """Return the sampling defaults, with the release's guidance scale; 1 needs no second pass."""
         release = releases.read_release(section)
         scale = self.guidance_scale
         if release.guider is not None:

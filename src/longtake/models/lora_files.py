@@ -334,7 +334,7 @@ class _LoraFile:
 
 
 def _is_expected(name: str, value: object) -> bool:
-    """Return True for an unset setting of peft, or one that says what is assumed here."""
+    """Return True for a setting of peft that is unset or has a value in `_EXPECTED`."""
     return not value or value in _EXPECTED.get(name, ())
 
 

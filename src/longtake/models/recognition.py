@@ -16,7 +16,9 @@ from longtake.errors import ModelError
 from longtake.models import releases
 
 Facts = Mapping[str, Any]
-"""Contents of both configurations in one; `pipeline` and `transformer` are class names."""
+"""Values of a release's model_index.json and of its transformer's config.json, in one mapping;
+`pipeline` and `transformer` are class names.
+"""
 
 
 def _always(_: Facts) -> bool:

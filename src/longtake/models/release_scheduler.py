@@ -73,7 +73,7 @@ def scheduler_shift(
 
 
 def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[str, Any]:
-    """Return scheduler values for a rule, or for `bucket_shift` if `mu` cannot follow it."""
+    """Return a scheduler's values for a shift rule, or for `bucket_shift` if `mu` does not fit."""
     terminal = {"shift_terminal": rule.terminal or None}
     if isinstance(rule.by, MuLine) and mu == "line":
         line = {name: getattr(rule.by, field) for name, field in _LINE.items()}
@@ -91,7 +91,7 @@ class PipelineScheduler:
 
     class_name: str = "FlowMatchEulerDiscreteScheduler"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the class `class_name`."""
+    """Arguments of the scheduler's class."""
     default_shift: ShiftRule = DEFAULT_SHIFT
     mu: PipelineMu = "line"
 

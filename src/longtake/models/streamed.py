@@ -47,7 +47,7 @@ class _Place:
         return flat.view(self.like.shape)
 
     def put(self, view: Tensor | None) -> None:
-        """Put a view into the layer, in a new Parameter: moving a model changes its data."""
+        """Put a view of a buffer into the layer, as a new Parameter: `Module.to` changes `data`."""
         if view is not None and self.is_parameter:
             view = nn.Parameter(view, requires_grad=False)
         self.held[self.name] = view

@@ -77,7 +77,7 @@ class TextEncoder(Protocol):
         """Return encoders, tokenizers and processors by their folders in a diffusers pipeline."""
 
     def to(self, device: torch.device) -> None:
-        """Move to a device."""
+        """Move the encoders to a device."""
 
     def save(self, folder: Path) -> None:
         """Write the parts that `build_text` cannot rebuild from the recipe alone."""
@@ -309,7 +309,7 @@ class TransformersText:
 
 
 def _moved(ids: Tensor, device: torch.device) -> Tensor:
-    """Move ids to a device; a GPU is not waited for."""
+    """Move token ids to a device, without waiting for a GPU."""
     if device.type != "cuda":
         return ids.to(device)
     return ids.pin_memory().to(device, non_blocking=True)

@@ -22,7 +22,7 @@ from longtake.models import added_module, deferred_init, numerics
 from longtake.models.base import Family
 
 ADAPTER = "default"
-"""Name that peft has for the adapter."""
+"""Name of the one adapter in peft's layers."""
 
 
 def make_trainable(
