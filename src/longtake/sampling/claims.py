@@ -131,7 +131,7 @@ def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | Non
 
 
 class NotHereError(errors.PlanError):
-    """This machine lacks something that a preset needs, and other servers may have."""
+    """Error for something that a preset needs and this machine lacks; other servers may have it."""
 
 
 class Attempts(NamedTuple):

@@ -232,7 +232,8 @@ class Guidance:
     """The conditioning of N videos, of which any part can be sampled separately."""
 
     predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
-    """Maps noisy latents [B, C, F, H, W], sigmas [B] and conditioning to velocities in fp32."""
+    """Function from noisy latents [B, C, F, H, W], sigmas [B] and conditioning to fp32 velocities.
+    """
     conditional: Conditioning  # by the prompts; tensors [N, ...]
     unconditional: Conditioning | None  # by the negative prompt; None: no second pass
     scale: float  # of classifier-free guidance
@@ -351,7 +352,7 @@ class Sampler:
         part: slice,
         two_passes: bool,
     ) -> Tensor:
-        """Denoise a part of the videos; the first arguments are those of all."""
+        """Denoise the videos in `part`; guidance and noise are those of all videos."""
         steps, count = self.num_steps(settings), len(noise)
 
         def on_part_step(step: int) -> None:
@@ -572,7 +573,7 @@ def refuse_unused_guidance(components: Components, settings: SamplingSection) ->
 
 
 class SamplerLoader:
-    """Keeps a run's model, codec and text encoder in memory, to load checkpoints into the model.
+    """Loader of checkpoints, one after another, into a run's model, which it keeps in memory.
 
     Args:
         run: run whose checkpoints are sampled.
