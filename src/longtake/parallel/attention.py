@@ -19,7 +19,7 @@ _BIAS_ALIGNMENT = 8  # torch pads the rows of a bias to it for the memory-effici
 
 
 class ScoreTerms(NamedTuple):
-    """Terms of attention scores beside the products of queries and keys."""
+    """Terms of attention scores in addition to the products of queries and keys."""
 
     bias: Tensor | None  # added to them
     is_causal: bool
@@ -87,7 +87,7 @@ CUDNN = AttentionKernel(
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> AttentionKernel | None:
-    """Return the kernel that torch chooses; None for one that has no entry here.
+    """Return the attention kernel that torch chooses; None for one without `AttentionKernel`.
 
     torch chooses none for fake tensors; they get the CPU's (see `longtake.planner.kernels`).
     """
@@ -121,7 +121,7 @@ def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 Obtain = Callable[[Callable[[], Sequence[Any]]], Sequence[Any]]
-"""Function that obtains a kernel's result from the function that computes it, or as kept."""
+"""Function that returns a kernel's result: from the function that computes it, or a kept one."""
 
 
 class _OfThread(threading.local):
@@ -192,7 +192,7 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Pass all other functions on."""
+        """Replace calls of `scaled_dot_product_attention`; all other functions run as they are."""
         given = kwargs or {}
         if func is Tensor.unflatten:  # the compiler follows it as a method, not as a function
             return args[0].unflatten(*args[1:], **given)

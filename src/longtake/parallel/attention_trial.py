@@ -45,7 +45,7 @@ class Trials(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A line that the program writes."""
+    """A line of the program's output, before or after the attempt at a case by a kernel."""
 
     case: int
     kernel: Kernel

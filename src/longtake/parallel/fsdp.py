@@ -24,7 +24,7 @@ from longtake.parallel.mesh import World
 BUCKET_BYTES = 2**28
 """The most bytes of gradients that are copied into one all-reduce."""
 _LEAST_NORM = 1e-6
-"""Added to a norm to avoid a division by 0."""
+"""Number that is added to a norm, so that nothing is divided by 0."""
 
 
 def apply_fsdp(

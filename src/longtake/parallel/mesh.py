@@ -81,7 +81,7 @@ class World:
 
     @property
     def num_copies(self) -> int:
-        """Number of ranks with the same weights: sums over all ranks count them that often."""
+        """Number of ranks with the same weights: a sum over all ranks counts each that often."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         if self.mesh is None or "replicate" not in names:
             return 1
@@ -94,7 +94,7 @@ class World:
 
 @contextmanager
 def join(device: Device, section: ParallelSection, records: Path | None = None) -> Iterator[World]:
-    """Join the ranks that torchrun started, or make a world of one; leave it at the end.
+    """Join the process groups of torchrun's ranks, or make a world of one rank; leave at the end.
 
     Args:
         device: device of the computation.

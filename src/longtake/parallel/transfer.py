@@ -42,6 +42,6 @@ class CopyStream:
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, mark: Any) -> None:
-        """Make the computation from here on wait for the copies before a mark; None: for none."""
+        """Make later computation wait for the copies before a mark; None means no copies."""
         if mark is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(mark)
