@@ -147,7 +147,10 @@ class _Batch(NamedTuple):
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Split parameters into batches of MAX_BATCH_ELEMENTS at most on this rank, or of one."""
+    """Split parameters into batches of at most MAX_BATCH_ELEMENTS on this rank.
+
+    A larger parameter is a batch of its own.
+    """
     batches: list[list[Tensor]] = []
     room = 0
     for parameter in parameters:

@@ -17,7 +17,7 @@ from longtake.parallel.fsdp import local_shard
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _MAX_BATCH_ELEMENTS = 2**27
-"""The most elements in a batch of gathered matrices: half a GiB in fp32 beside the shard."""
+"""The most elements in a batch of gathered matrices: half a GiB in fp32, on top of the shards."""
 
 
 class Muon(Fp32Optimizer):
@@ -68,7 +68,7 @@ class Muon(Fp32Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; ValueError for parameters that are not matrices."""
+        """Add a parameter group; ValueError for parameters that are not matrices."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.ndim != 2:
