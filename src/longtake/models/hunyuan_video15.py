@@ -254,7 +254,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         return self.block.num_tokens(model, shape) + sum(lengths)
 
     def defaults(self, section: ModelSection) -> base.Defaults:
-        """Return the sampling defaults, with the release's guidance scale; 1 needs no second pass."""
+        """Return the sampling defaults, with the release's guidance scale (1: no second pass)."""
         release = releases.read_release(section)
         scale = self.guidance_scale
         if release.guider is not None:
