@@ -24,15 +24,23 @@ def _read(reader: UpdateReader, cursor: Cursor | None = None) -> list[TrackedRec
 
 
 def test_records_carry_what_trackers_show(run: RunDirectory) -> None:
-    """Numbers inside of lists have the names of both; what is no number is left out."""
+    """Numbers inside of lists have the names of both; what is no number is left out.
+
+    Each bucket has a curve of its speed.
+    """
     row = {"step": 1, "time": 5.0, "loss": 2.0, "grad_norm": None, "loss_by_sigma": [1, None]}
+    row |= {"bucket": [17, 32, 64], "tokens_per_second": 300.0}
     run.metrics_path.write_text(json.dumps(row) + "\n")
     run.append_event("rolled_back", step=3, message="The loss rose.", reason=None)
     run.append_event("finished", step=4)
     folder = add_result(run, "demo", 6)
     train, event, evaluation = _read(UpdateReader(run))
     assert (train.kind, train.step, train.time) == ("train", 1, 5.0)
-    assert train.scalars == {"train/loss": 2.0, "train/loss_by_sigma/0": 1}
+    assert train.scalars == {
+        "train/loss": 2.0,
+        "train/loss_by_sigma/0": 1,
+        "train/tokens_per_second/17x32x64": 300.0,
+    }
     assert (event.step, event.texts) == (3, {"events/rolled_back": "The loss rose. (step 3)"})
     assert (evaluation.kind, evaluation.step) == ("eval", 6)
     assert evaluation.scalars["eval/demo/held_out/0.1"] == 0.75

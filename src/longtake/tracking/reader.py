@@ -174,6 +174,11 @@ class UpdateReader:
 
 def _row_record(row: Mapping[str, Any]) -> TrackedRecord:
     identity = {"train/step": row["step"], "train/time": row["time"]}
+    row = dict(row)
+    shape, speed = row.pop("bucket", None), row.pop("tokens_per_second", None)
+    if isinstance(shape, list):
+        # Buckets differ in speed, so that each has a curve: frames x height x width.
+        row["tokens_per_second"] = {"x".join(map(str, shape)): speed}
     scalars = {f"train/{name}": value for name, value in _scalars(row)}
     rest = {name: value for name, value in scalars.items() if name not in identity}
     return TrackedRecord("train", row["step"], row["time"], identity, rest)
