@@ -614,8 +614,9 @@ _WORLDS, _WORKERS = (1, 2, 4), (0, 2, 3)
 class _Instant:
     """In the place of `longtake.data.decode_worker.DecodePool`: black windows, at once."""
 
-    def __init__(self, *_: object, **__: object) -> None:
-        pass
+    @classmethod
+    def of_recipe(cls, *_: object) -> "_Instant":
+        return cls()
 
     def close(self) -> None:
         pass

@@ -198,7 +198,7 @@ def evaluator_killed_while_sampling(
         seconds = time.monotonic() - at
         process.finish()
         second.finish()
-    evidence = Evidence(detected_seconds=seconds)
+    evidence.detected_seconds = seconds
     late = f"it was taken over after {seconds:.1f} s, not within {_TAKEOVER_SECONDS:g}"
     evidence.expect(seconds <= _TAKEOVER_SECONDS, late)
     found = [(each.get("server"), each["ended"]) for each in _attempts(site.run, step)]

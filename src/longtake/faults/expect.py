@@ -6,7 +6,7 @@ run's plan and of `longtake data audit`; both counts have to agree.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -334,7 +334,7 @@ def _curve(run: RunDirectory) -> list[list[Any]]:
 def largest_loss_error(run: RunDirectory, other: RunDirectory, until: int | None = None) -> float:
     pairs = list(zip(run.metrics(), other.metrics(), strict=False))[:until]
     losses = ((one["loss"] or math.nan, two["loss"] or math.nan) for one, two in pairs)
-    return max(abs(one / two - 1) for one, two in losses)
+    return _largest(abs(one / two - 1) for one, two in losses)
 
 
 def saved_differences(run: RunDirectory, other: RunDirectory) -> list[str]:
@@ -373,7 +373,12 @@ def largest_weight_distance(run: RunDirectory, other: RunDirectory) -> float:
         return math.inf
     norm = torch.linalg.vector_norm
     pairs = ((ours[name].double(), theirs[name].double()) for name in ours)
-    return max(float(norm(one - two) / norm(two)) for one, two in pairs)
+    return _largest(float(norm(one - two) / norm(two)) for one, two in pairs)
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """Return the largest error; NaN, which `max` keeps only if it comes first, counts as inf."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def _tensors(checkpoint: Path) -> dict[str, "Tensor"]:

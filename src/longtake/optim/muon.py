@@ -185,7 +185,9 @@ def _orthogonalise_among(
     if count:
         mine[:count] = orthogonalise(matrices[begin : begin + count], num_iterations)
     gathered = matrices.new_empty(len(counts), *mine.shape)
-    dist.all_gather_into_tensor(gathered.flatten(0, 1), mine, replicas)
+    # torch 2.13 has another name for it and warns of the old one.
+    all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    all_gather(gathered.flatten(0, 1), mine, replicas)
     parts = zip(gathered, counts, strict=True)
     return [step for part, count in parts for step in part[:count]]
 

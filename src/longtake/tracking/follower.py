@@ -6,6 +6,7 @@ none.
 """
 
 import argparse
+import math
 import os
 import signal
 import sys
@@ -49,6 +50,7 @@ _MAX_RETRY_SECONDS = 600.0
 _QUIET = {"WANDB_SERVICE": "", "WANDB_SILENT": "true", "WANDB_ERROR_REPORTING": "false"}
 _FEED_POLL_SECONDS = 1.0  # interval of looking for new records
 _ARRIVAL_POLL_SECONDS = 0.1  # interval of checking if sent records have arrived
+_ARRIVAL_SECONDS = 60.0  # limit of the wait for sent records to arrive
 _FIRST_PAUSE_SECONDS = 2.0
 _MAX_PAUSE_SECONDS = 120.0
 _SAVE_SECONDS = 5.0  # interval of saving the cursor while only rows come
@@ -77,6 +79,7 @@ class Feed:
         self._saved = self._arrived = Cursor()
         self._saved_at = float("-inf")
         self._sent: Cursor | None = None  # position after sent records that have not arrived yet
+        self._deadline = math.inf  # for these to arrive
         self._next = 0
         self._is_open = self._is_last = self._is_abandoned = False
         self._pause = _FIRST_PAUSE_SECONDS
@@ -153,7 +156,11 @@ class Feed:
                 self._write(record)
             if updates.cursor != self._arrived:
                 self._sent = replace(updates.cursor, rows=self._next)
+                self._deadline = time.monotonic() + _ARRIVAL_SECONDS
         self._note_arrival(self._tracker.flush() if self._is_open else self._next)
+        # A process of W&B that was killed or hangs takes records and fails at none of them.
+        if self._sent is not None and time.monotonic() > self._deadline:
+            raise TimeoutError(f"records have not arrived for {_ARRIVAL_SECONDS:g} s")
         self._save(at_once=thoroughly)
         # No error until here, so the tracker has accepted what it was given.
         if self.trouble:
