@@ -145,6 +145,11 @@ def _settings() -> Iterator[Setting]:
                 yield Setting(name_of_it, low | raised | _CONSTANT)
     for name, changes in (("AdamW", _ADAMW), ("Muon", _MUON)):
         yield Setting(f"restarts, {name}", changes | _CONSTANT, restarts=True)
+    restarts = {"optimizer.schedule": "cosine_restarts"}
+    yield Setting("cosine_restarts", _ADAMW | restarts)
+    # A model that has learnt four clips loses much of what the end of a cycle gave it.
+    hot = {"optimizer.learning_rate": 1e-2, "training.global_batch_size": 4}
+    yield Setting("cosine_restarts, 4 clips, rate 0.01", _ADAMW | restarts | hot, 4)
     for clips in (1, 4):
         for dropout in (0.05, 0.1, 0.5):
             changes = {"data.caption_dropout": dropout, "training.global_batch_size": 4}

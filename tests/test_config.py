@@ -584,7 +584,7 @@ def test_every_key_that_may_change_exists() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "steps", "is_accepted"),
-    [("constant", 20, True), ("constant", 5, False), ("cosine", 20, False)],
+    [("constant", 20, True), ("constant", 5, False), ("cosine_restarts", 20, False)],
 )
 def test_only_a_run_at_a_plateau_may_be_made_longer(
     schedule: str, steps: int, is_accepted: bool
@@ -622,6 +622,7 @@ def test_a_preset_s_name_and_keys_are_checked(presets: Any, message: str) -> Non
         ("trainable.rank=1000000000", "it should be less than or equal to 16384"),
         ("guard.window=1000000000000", "it should be less than or equal to 100000"),
         ("sampling.guidance_scale=1e308", "it should be less than or equal to 1000"),
+        ("optimizer.schedule_cycles=0", "it should be greater than or equal to 1"),
         ("flow.shift=-1", 'should be a number above 0 and up to 1000, "release", "flux" or'),
         ("flow.shift=flax", 'should be a number above 0 and up to 1000, "release", "flux" or'),
         ('out="a\\u0000b"', "a path cannot contain a NUL character"),

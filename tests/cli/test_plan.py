@@ -123,6 +123,13 @@ def test_stages_are_shown_with_their_settings(plan: _Call, small: Callable[..., 
     _, out, _ = plan(recipe, "--json")
     rates = [each["learning_rate"] for each in json.loads(out)["stages"]]
     assert rates == [pytest.approx([3e-3, 3e-3]), pytest.approx([1e-3, 1e-3])]
+    _, out, _ = plan(recipe, "--json", "--set", "optimizer.schedule=cosine_restarts")
+    rates = [each["learning_rate"] for each in json.loads(out)["stages"]]
+    # The rate of the second stage restarts after its warm-up, which ends in the middle of a cycle.
+    assert rates == [
+        pytest.approx([3e-3, 3e-3 * 0.3887], rel=1e-3),
+        pytest.approx([1e-3, 0.0]),
+    ]
 
 
 def test_json_says_all_that_others_read(plan: _Call) -> None:

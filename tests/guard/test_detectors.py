@@ -200,6 +200,7 @@ def _arbitrary(draw: st.DrawFn, step: int) -> tuple[StepStatistics, str]:
         weight_norm=draw(_ANY),
         update_ratio=draw(_ANY),
         learning_rate_factor=draw(_ANY),
+        num_restarts=draw(st.integers(0, 3)),
         group_grad_norms=groups,
         group_weight_norms=groups,
         group_update_ratios=draw(st.dictionaries(st.sampled_from(GROUPS), _ANY, max_size=3)),
@@ -581,6 +582,24 @@ def test_a_loss_that_creeps_up_is_found(percent: float) -> None:
     assert last.message.startswith("The loss has risen and stays up: ")
     assert growth * passed < math.log(2)
     assert last.began <= _AT + passed / 2
+
+
+def test_a_loss_that_rises_where_the_rate_restarts_is_no_divergence() -> None:
+    """It falls to half while the rate falls to 0, and rises within 50 steps of the full rate."""
+    steps, level = list[StepStatistics](), 1.0
+    for step in healthy(900):
+        number, done = divmod(step.step / 300, 1.0)
+        rate = 0.5 * (1 + math.cos(math.pi * done))
+        level += (0.5 + 0.5 * rate - level) / 20
+        changed = _updates(louder(step, level), 2e-5 * rate, rate)
+        steps.append(replace(changed, num_restarts=int(number)))
+    assert set(judged(steps)) == {OK}
+    # A rate that rises by itself excuses nothing, and neither does a restart a loss above all.
+    assert judged([replace(each, num_restarts=0) for each in steps])[-1].reason == "divergence"
+    steps[650:] = [louder(each, 1.8) for each in steps[650:]]
+    last = judged(steps)[-1]
+    assert last.message.startswith("The loss has risen")
+    assert 640 <= last.began <= 660
 
 
 def test_a_gradient_that_grows_while_the_loss_falls_is_fine() -> None:

@@ -5,10 +5,17 @@ import math
 from dataclasses import replace
 
 import pytest
+from pydantic import TypeAdapter
 from tests.guard.runs import healthy, history_of
 
 from longtake.guard.detectors import judge
-from longtake.guard.history import GuardSettings, History, JudgedStep, StepStatistics
+from longtake.guard.history import (
+    GuardSettings,
+    History,
+    HistoryColumns,
+    JudgedStep,
+    StepStatistics,
+)
 
 
 def _steps(history: History) -> list[int]:
@@ -60,6 +67,14 @@ def test_it_is_small_in_checkpoints() -> None:
 
 def test_an_empty_one_comes_back_empty() -> None:
     assert len(History.from_json(History(64).as_json(), 64)) == 0
+
+
+def test_one_that_does_not_count_restarts_of_the_rate_is_read() -> None:
+    """From before `cosine_restarts`."""
+    whole = history_of(healthy(5)).as_json()
+    older = {name: column for name, column in whole.items() if name != "num_restarts"}
+    checked = TypeAdapter(HistoryColumns).validate_python(older)
+    assert History.from_json(checked, 128).as_json() == whole
 
 
 def test_another_window_takes_over_what_it_wants() -> None:

@@ -56,15 +56,16 @@ def _section(**values: Any) -> OptimizerSection:
     steps=st.integers(1, 10_000),
     warmup_steps=st.integers(0, 10_000),
     min_lr_ratio=st.floats(0, 1),
-    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    schedule=st.sampled_from(["constant", "linear", "cosine", "cosine_restarts"]),
+    schedule_cycles=st.integers(1, 10_000),
     data=st.data(),
 )
-def test_a_factor_is_a_share(
-    steps: int, warmup_steps: int, min_lr_ratio: float, schedule: str, data: st.DataObject
-) -> None:
-    section = _section(warmup_steps=warmup_steps, min_lr_ratio=min_lr_ratio, schedule=schedule)
+def test_a_factor_is_a_share(steps: int, data: st.DataObject, **values: Any) -> None:
+    section = _section(**values)
     step = data.draw(st.integers(0, steps - 1))
     assert 0 <= schedule_factor(step, steps, section) <= 1
+    if section.warmup_steps < steps - 1 and section.schedule != "constant":
+        assert schedule_factor(steps - 1, steps, section) == pytest.approx(section.min_lr_ratio)
 
 
 @pytest.mark.parametrize(
@@ -76,6 +77,20 @@ def test_a_factor_is_a_share(
         ({"warmup_steps": 10, "min_lr_ratio": 0.2}, 111, {10: 1.0, 60: 0.6, 110: 0.2}),
         # Half a cosine: cos(pi / 3) = 1 / 2, so after a third three quarters are left.
         ({"warmup_steps": 0, "schedule": "cosine"}, 91, {30: 0.75, 60: 0.25}),
+        # The same three times.
+        (
+            {"warmup_steps": 9, "schedule": "cosine_restarts", "schedule_cycles": 3},
+            280,
+            {8: 0.9, 9: 1.0, 39: 0.75, 99: 1.0, 159: 0.25, 189: 1.0, 279: 0.0},
+        ),
+        # Cycles of 10.5 steps.
+        (
+            {"warmup_steps": 0, "schedule": "cosine_restarts", "schedule_cycles": 2}
+            | {"min_lr_ratio": 0.5},
+            22,
+            {0: 1.0, 7: 0.625, 14: 0.875, 21: 0.5},
+        ),
+        ({"warmup_steps": 0, "schedule": "linear", "schedule_cycles": 3}, 11, {5: 0.5, 10: 0.0}),
     ],
 )
 def test_a_schedule_has_its_factors(

@@ -33,6 +33,8 @@ from longtake.errors import (
     RunError,
 )
 from longtake.fsio import write_json
+from longtake.guard.detectors import OK, GuardVerdict
+from longtake.guard.history import StepStatistics
 from longtake.inspection import facts, tables
 from longtake.planner.batch_sizes import bucket_tokens
 from longtake.run_dir import RunDirectory
@@ -257,6 +259,36 @@ def test_stages_change_what_they_say_and_a_resume_is_exact_anywhere(staged: Reci
         assert rows(staged, *_ROW) == before, step
         torch.testing.assert_close(_all_saved(staged, 12), last, rtol=0, atol=0)
     assert audit(run).ok
+
+
+def test_a_rate_restarts_also_in_a_resumed_run_and_the_guard_is_told(
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: dict[int, tuple[float, int]] = {}
+
+    def judge(_: Any, now: StepStatistics, __: Any) -> GuardVerdict:
+        judged[now.step] = (now.learning_rate_factor, now.num_restarts)
+        return OK
+
+    monkeypatch.setattr("longtake.training.guard_runner.judge", judge)
+    recipe = small_recipe(
+        *("optimizer.schedule=cosine_restarts", "optimizer.schedule_cycles=2"),
+        *("optimizer.warmup_steps=0", "training.steps=9", "checkpoint.every=3"),
+    )
+    train(recipe, QUIET)
+    run, before, first = RunDirectory(recipe.out), rows(recipe, *_ROW), judged.copy()
+    full, falling = recipe.optimizer.learning_rate, [1.0, 0.8536, 0.5, 0.1464]
+    expected = [*falling, *falling, 0.0]
+    rates = [rate for (rate,) in rows(recipe, "learning_rate")]
+    assert rates == pytest.approx([full * each for each in expected], rel=1e-3)
+    # Each step measures the update before it.
+    assert [first[step][0] for step in range(1, 9)] == pytest.approx(expected[:-1], rel=1e-3)
+    assert [first[step][1] for step in range(9)] == [0] * 5 + [1] * 4
+    for later in (each for each in run.checkpoint_steps() if each > 3):
+        shutil.rmtree(run.checkpoint_path(later))
+    assert train(recipe, QUIET).start_step == 3
+    assert rows(recipe, *_ROW) == before
+    assert judged == first
 
 
 def test_what_a_stage_sets_is_what_the_recipe_s_own_keys_set(

@@ -110,9 +110,13 @@ class OptimizerSection(Section):
     muon_learning_rate: float = Field(0.02, gt=0)
     betas: Annotated[tuple[_Beta, _Beta], FromList] = (0.9, 0.99)
     weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    schedule: Literal["constant", "cosine", "cosine_restarts", "linear"] = "cosine"
     """Learning rate after the warm-up: constant, or a descent to `min_lr_ratio` times its value
-    at the last step."""
+    at the last step; `cosine_restarts` descends `schedule_cycles` times, each time from the full
+    value (SGDR)."""
+    schedule_cycles: int = Field(4, ge=1, le=MAX_STEPS)
+    """Number of descents of `cosine_restarts`, all of the same length; the last one ends with the
+    run. Other schedules ignore it."""
     warmup_steps: int = Field(100, ge=0, le=MAX_STEPS)
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)

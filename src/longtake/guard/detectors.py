@@ -419,7 +419,7 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
 
 def _level_verdict(window: StepWindow) -> GuardVerdict | None:
     """Return a verdict if the loss has risen, or the gradient norm together with it."""
-    rows = window.same_shape.append(window.row)
+    rows = _without_annealed(window.same_shape.append(window.row))
     losses, grad_norms = _losses_without_captions_share(rows), rows.column("grad_norm")
     is_measured = np.isfinite(losses) & np.isfinite(grad_norms) & (grad_norms > 0)
     rows, loss = rows.select(is_measured), losses[is_measured]
@@ -437,6 +437,13 @@ def _level_verdict(window: StepWindow) -> GuardVerdict | None:
         ):
             return _rise_verdict("gradient norm", steps, grad_norm, grad_norm_rise)
     return None
+
+
+def _without_annealed(rows: StepRows) -> StepRows:
+    """Leave out steps at a lower rate before the schedule restarted it, which raises the loss."""
+    rates, restarts = rows.column("rate"), rows.column("restarts")
+    is_low = rates < median(rates[-_RECENT_STEPS:]) / _MOST_TIMES_A_LOWER_RATE
+    return rows.select(~(is_low & (restarts < restarts[-1])))
 
 
 def _losses_without_captions_share(rows: StepRows) -> Numbers:

@@ -49,6 +49,7 @@ _COLUMNS = (
     "grad_norm",
     "weight_norm",
     "rate",
+    "restarts",
     *(f"{each}_{what}" for each in POPULATIONS for what in ("loss", "samples", *range(4))),
     *(f"update_{group}" for group in GROUPS),
 )
@@ -74,6 +75,7 @@ class StepStatistics:
     weight_norm: float  # norm of the trained weights, before this step's update
     update_ratio: float  # norm of the previous update over that of the weights; 0 without one
     learning_rate_factor: float  # rate of the previous update, in multiples of the recipe's
+    num_restarts: fsio.Count = 0  # of the learning rate, by the schedule, up to that update
     # Norms and ratio by each of `GROUPS` that has trained weights.
     group_grad_norms: dict[str, float] = field(default_factory=dict)
     group_weight_norms: dict[str, float] = field(default_factory=dict)
@@ -216,6 +218,7 @@ def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
             statistics.grad_norm,
             statistics.weight_norm,
             rate if math.isfinite(rate) and rate > 0 else 0.0,
+            statistics.num_restarts,
             *(number for each in POPULATIONS for number in statistics.population(each)),
             *(
                 statistics.group_update_ratios.get(group, 0.0)

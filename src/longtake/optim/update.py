@@ -53,13 +53,21 @@ def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
     if step < section.warmup_steps:
         # The first update already has a rate above 0.
         return (step + 1) / (section.warmup_steps + 1)
-    done = (step - section.warmup_steps) / max(1, steps - 1 - section.warmup_steps)
-    remaining = {
-        "constant": 1.0,
-        "linear": 1 - done,
-        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
-    }[section.schedule]
+    _, done = schedule_cycle(step, steps, section)
+    remaining = 1 - done if section.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
     return section.min_lr_ratio + (1 - section.min_lr_ratio) * remaining
+
+
+def schedule_cycle(step: int, steps: int, section: OptimizerSection) -> tuple[int, float]:
+    """Return the number of times that the rate restarted up to a step, and what is done since then.
+
+    The second number is a share of the descent: 0 at a full rate, 1 at the run's last step. A
+    constant rate does not descend.
+    """
+    count = {"constant": 0, "cosine_restarts": section.schedule_cycles}.get(section.schedule, 1)
+    done = (step - section.warmup_steps) * count / max(1, steps - 1 - section.warmup_steps)
+    number = max(0, min(count - 1, int(done)))
+    return number, done - number
 
 
 def learning_rate_factor(recipe: Recipe, step: int, position: StagePosition) -> float:

@@ -8,7 +8,7 @@ from longtake.data.checks import review_catalogs
 from longtake.data.plan import Plan
 from longtake.data.stages import StagePosition
 from longtake.models.review import review_model
-from longtake.optim.update import learning_rate_factor
+from longtake.optim.update import learning_rate_factor, schedule_cycle
 from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.cost import RunCost
 from longtake.planner.forecast import (
@@ -34,7 +34,7 @@ class StageForecast:
     batch: StageBatch
     first_step: int | None  # None: depends on the number of clips, and there is no catalog
     num_steps: int | None  # None: all remaining steps
-    learning_rates: tuple[float, float] | None  # after the warm-up, and of the last step
+    learning_rates: tuple[float, float] | None  # highest after the warm-up, and of the last step
     warmup_steps: int | None
     ema_decay: float | None  # None: averages are profiles, which have no decay
     shift: float | str | None
@@ -133,10 +133,15 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
         if is_known:
             # The stage's last step, if the run gets there.
             last = max(first, min(end, recipe.training.steps) - 1)
+            full = min(first + (warmup or 0), last)
+            section, steps = recipe.optimizer, recipe.training.steps
+            restarts = [schedule_cycle(step, steps, section)[0] for step in (full, last)]
+            # A restart in the stage brings the schedule's full value back.
+            highest = full if restarts[0] == restarts[1] else section.warmup_steps
             at_full, at_end = (
-                recipe.optimizer.learning_rate
-                * learning_rate_factor(recipe, step, StagePosition(batch.name, step - first))
-                for step in (min(first + (warmup or 0), last), last)
+                section.learning_rate
+                * learning_rate_factor(recipe, step, StagePosition(batch.name, at - first))
+                for step, at in ((highest, full), (last, last))
             )
             rates = (at_full, at_end)
         yield StageForecast(

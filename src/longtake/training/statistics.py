@@ -17,7 +17,7 @@ from longtake import heartbeat, process
 from longtake.data.batch import Batch
 from longtake.guard.history import GROUPS, POPULATIONS, StepStatistics
 from longtake.models.added_module import ADDED
-from longtake.optim.update import adapted_rate, masters_of, rate_factor
+from longtake.optim.update import adapted_rate, masters_of, rate_factor, schedule_cycle
 from longtake.parallel import collectives, mesh
 from longtake.parallel.fsdp import local_shard, squares
 from longtake.parallel.replicas import ReplicaCheck, checksum
@@ -295,7 +295,7 @@ def reduce_statistics(
     # Clips that could not be decoded do not shrink the gradient of the mean loss.
     scale = batch.global_size / max(1, num_samples)
     return StepSummary(
-        statistics=_statistics(sums, num_samples, batch, state, norms.norms(sums, scale)),
+        statistics=_statistics(session, sums, num_samples, batch, state, norms.norms(sums, scale)),
         scale=scale,
         num_failures=int(sums.get("failures", 0)),
         stop=next((name for name in process.EXIT_CODES if sums.get(f"stop.{name}")), None),
@@ -338,13 +338,16 @@ def _loss_levels(losses: Sequence[float], counts: Sequence[float]) -> tuple[floa
 
 
 def _statistics(
+    session: Session,
     sums: Mapping[str, float],
     num_samples: int,
     batch: Batch,
     state: TrainingState,
     norms: Norms,
 ) -> StepStatistics:
-    step = state.global_step
+    step, section = state.global_step, session.recipe.optimizer
+    # Of the previous update, as its rate is the one that is measured.
+    num_restarts, _ = schedule_cycle(step - 1, session.recipe.training.steps, section)
     losses, counts = (
         [[sums[f"{each}.{what}.{quarter}"] for quarter in range(_QUARTERS)] for each in POPULATIONS]
         for what in ("loss", "samples")
@@ -363,6 +366,7 @@ def _statistics(
         loss_by_sigma=(first, second, third, fourth),
         captioned=captioned,
         dropped=dropped,
+        num_restarts=num_restarts,
         **vars(norms),
     )
 
