@@ -4,7 +4,7 @@ import copy
 import logging
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partialmethod
 from logging.handlers import BufferingHandler
@@ -19,7 +19,7 @@ from longtake.models.base import latent_shape
 from longtake.models.components import Components, assemble
 from longtake.models.conditioning import outline_conditioning
 from longtake.planner.activation_checkpointing import ACTIVATIONS
-from longtake.planner.record import BlockOption
+from longtake.planner.record import Activations, BlockOption
 from longtake.training import build
 from longtake.training.build import (
     compile_blocks,
@@ -72,14 +72,21 @@ def test_blocks_are_compiled_on_gpus_unless_the_recipe_says_otherwise(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself of much
-def test_compiled_blocks_are_the_same_blocks(small_recipe: MakeRecipe) -> None:
-    recipe = small_recipe("training.compile=true", "model.config={hidden_size=48, num_blocks=5}")
+@pytest.mark.parametrize(
+    "activations", [("recompute",), pytest.param(ACTIVATIONS, marks=pytest.mark.drill)]
+)
+def test_compiled_blocks_are_the_same_blocks(
+    small_recipe: MakeRecipe, activations: Sequence[Activations]
+) -> None:
+    config = f"{{hidden_size=48, num_blocks={len(activations)}}}"
+    recipe = small_recipe("training.compile=true", f"model.config={config}")
     alone = assemble(recipe, ["a red disk moves left"], None)
     names = {module: name for name, module in alone.model.named_modules()}
     blocks = [names[block] for block in alone.family.blocks(alone.model)]
     wanted = _gradients(alone)
     compiled = replace(alone, model=copy.deepcopy(alone.model))
-    options = dict(zip(blocks, map(BlockOption, ("keep", *ACTIVATIONS)), strict=True))
+    # The text's block is one more.
+    options = dict(zip(blocks, map(BlockOption, ("keep", *activations)), strict=True))
     compile_blocks(options, compiled, recipe)
     found = _gradients(compiled)
     assert list(found) == list(wanted)
