@@ -36,16 +36,11 @@ On = Annotated[
     ),
 ]
 MemoryGib = Annotated[
-    float,
-    typer.Option(min=2**-10, max=1024, help="Memory that decoding one file may take, in GiB."),
+    float, typer.Option(min=2**-10, max=1024, help="Memory in GiB that decoding a file may take.")
 ]
 TimeoutSeconds = Annotated[
     float,
-    typer.Option(
-        min=1,
-        max=1e6,
-        help="Time limit for decoding one file, plus 1 s for each 64 KiB of it.",
-    ),
+    typer.Option(min=1, max=1e6, help="Time limit of decoding a file, plus 1 s for each 64 KiB."),
 ]
 
 
@@ -576,8 +571,7 @@ def show(
         from longtake.board import data_page
 
         fsio.check_picture_name(out, (".html",))
-    # `config.load` and not `load_recipe`: nothing that the recipe names is imported to look at
-    # data.
+    # `config.load`, not `load_recipe`: looking at data imports nothing that the recipe names.
     loaded = None if recipe is None else with_buckets(config.load(recipe, changes or ()), catalog)
     review_captions = None if loaded is None else _captions_reviewer(loaded)
     loaded, costs = (None, None) if loaded is None else _with_costs(loaded)

@@ -22,7 +22,10 @@ from longtake.guard.history import (
     StepStatistics,
     StepWindow,
     block_medians,
+    median,
     medians,
+    noise,
+    spread,
 )
 
 VerdictKind = Literal["ok", "skip", "roll_back", "stop"]
@@ -682,23 +685,3 @@ def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
 
 
 # --- Robust statistics ----------------------------------------------------------------------------
-
-_SIGMAS_PER_MAD = 1.4826
-"""Standard deviation of a normal distribution, in multiples of its median absolute deviation."""
-
-
-def median(values: Numbers) -> float:
-    return float(medians(values))
-
-
-def spread(values: Numbers, center: float) -> float:
-    return _SIGMAS_PER_MAD * median(np.abs(values - center))
-
-
-def noise(values: Numbers) -> float:
-    """Return the standard deviation of [n] successive numbers, n > 1, around their trend.
-
-    It is estimated from differences of neighbours, whose variance is twice that of the numbers:
-    while a loss falls, its spread around a single center is many times its noise.
-    """
-    return _SIGMAS_PER_MAD * median(np.abs(np.diff(values))) / math.sqrt(2)
