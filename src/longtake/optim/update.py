@@ -88,7 +88,7 @@ def learning_rate_factor(recipe: Recipe, step: int, position: StagePosition) -> 
 class Averages:
     """Averages of a model's trained parameters, one for each profile; there may be none.
 
-    After the n-th update each average moves to beta average + (1 - beta) weights, where beta is
+    After the n-th step each average moves to beta average + (1 - beta) weights, where beta is
     `beta_of(profile, n)`.
     """
 
@@ -110,13 +110,11 @@ class Averages:
         }
 
     @torch.no_grad()
-    def update(
-        self, num_updates: int, masters: Masters | None = None, decay: float | None = None
-    ) -> None:
+    def update(self, step: int, masters: Masters | None = None, decay: float | None = None) -> None:
         """Move the averages after a step.
 
         Args:
-            num_updates: steps of the run so far, counted from 1. Steps whose update was skipped
+            step: steps of the run so far, counted from 1. Steps whose update was skipped
                 count as well, so that averages depend on a run's length alone.
             masters: exact weights, used in place of rounded ones.
             decay: of a stage of the curriculum, in place of `ema.decay`. A recipe with profiles,
@@ -134,7 +132,7 @@ class Averages:
             followed = self._profiles[profile]
             if decay is not None:
                 followed = followed.model_copy(update={"decay": decay})
-            share = 1 - beta_of(followed, num_updates)
+            share = 1 - beta_of(followed, step)
             if exact:
                 parts = [local_shard(averages[name]) for name in exact]
                 torch._foreach_lerp_(parts, list(exact.values()), share)
@@ -175,8 +173,8 @@ class Averages:
                 average.copy_(states[profile][name])
 
 
-def beta_of(profile: EmaProfile, num_updates: int) -> float:
-    """Return the share of an average that the `num_updates`-th update (counted from 1) keeps.
+def beta_of(profile: EmaProfile, step: int) -> float:
+    """Return the share of an average that the `step`-th update (counted from 1) keeps.
 
     With a decay it is min(decay, (1 + n) / (10 + n)): the ramp, as in Tensorflow's
     ExponentialMovingAverage, forgets the random start of a short run. The half-life is
@@ -188,10 +186,10 @@ def beta_of(profile: EmaProfile, num_updates: int) -> float:
     """
     if profile.sigma_rel is None:
         assert profile.decay is not None, profile
-        return min(profile.decay, (1 + num_updates) / (10 + num_updates))
-    if num_updates <= 1:
+        return min(profile.decay, (1 + step) / (10 + step))
+    if step <= 1:
         return 0.0
-    return math.exp((gamma_of(profile.sigma_rel) + 1) * math.log1p(-1 / num_updates))
+    return math.exp((gamma_of(profile.sigma_rel) + 1) * math.log1p(-1 / step))
 
 
 @cache
