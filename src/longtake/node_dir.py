@@ -385,7 +385,7 @@ def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
     """Return True if the launch's newest stall was not cleared and no later step was done."""
     stall: dict[str, Any] | None = None
     found = (node.events() for node in all_nodes(run))
-    # By time over all nodes: another node than the one that reported a stall may clear it.
+    # Sorted by time over all nodes: another node than the reporting one may clear a stall.
     for event in merge(*found, key=lambda event: str(event["time"])):
         if event["event"] == "stalled" and str(event["time"]) > holder["time"]:
             stall = event

@@ -504,7 +504,7 @@ def write(
             lambda: _commit(aside, whole, trainer, described) if is_first else None, group
         )
     except (OSError, CheckpointException) as error:
-        # What a failed save has written must not occupy a full disk.
+        # Remove the files of the failed save: the disk may be full.
         if is_first:
             remove_tree(aside)
         raise errors.CheckpointError(_describe_loss(run, step, error)) from error

@@ -119,7 +119,7 @@ def index(
 
         folders = [each for source in sources if kohya for each in class_folders(source)]
         catalogs = {each.name: out / f"{each.name}.parquet" for each in folders}
-        # Of two such folders one catalog would replace the other.
+        # Catalogs of two folders with the same name would replace each other.
         if len(catalogs) < len(folders):
             raise typer.BadParameter(
                 "two SRC have a folder of the same class; index each for itself"
@@ -535,7 +535,7 @@ def _captioner(path: str, options: "Sequence[str]") -> tuple[Any, dict[str, obje
             raise errors.RecipeError(
                 f"--option {text[:80]!r}: expected KEY=VALUE, such as model=FOLDER."
             )
-        # As --set reads values, so that numbers and booleans are not texts.
+        # Values are parsed as those of --set, so that numbers and booleans are not texts.
         given[key] = config.parse_value(value)
     found = trust.import_class(path, "--with")
     if not callable(getattr(found, "captions", None)):

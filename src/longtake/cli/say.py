@@ -61,7 +61,7 @@ def line(text: str) -> None:
 
 
 def complain(message: str) -> None:
-    # From every rank, because an error may be that of one rank alone.
+    # Every rank prints its errors, because an error may occur on one rank alone.
     prefix = f"[rank {rank()}] " if rank() else ""
     print(f"{prefix}longtake: {printable_lines(message)}", file=sys.stderr)  # noqa: T201
 

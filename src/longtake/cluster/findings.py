@@ -289,7 +289,7 @@ def outliers_of(
 
 
 def median_of(values: Iterable[float], worse: Literal["lower", "higher"] = "lower") -> float:
-    # Of two values the median is the better one: with their mean neither could be far from it.
+    # The median of two values is the better one: neither could be far from their mean.
     return median_high(values) if worse == "lower" else median_low(values)
 
 

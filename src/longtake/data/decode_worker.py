@@ -227,7 +227,7 @@ def _read_twice(
     with pixels_limited(client.memory_gib), stores.using(client):
         try:
             return read(wanted, out)
-        # As in the pool: after these errors a second try is useless.
+        # The pool does not repeat a task after these errors either: a second try is useless.
         except stores.ASKED_ENOUGH:
             raise
         except errors.ClipError:

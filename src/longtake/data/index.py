@@ -45,8 +45,8 @@ class _Entry(TypedDict):
 
 
 def _is_whole(entry: _Entry) -> _Entry:
-    # What a journal holds goes into the catalog without another look, so it must fit its columns:
-    # 16 bytes, and int32.
+    # Entries of a journal are copied into the catalog unchecked, so they must fit its columns: an
+    # identity has 16 bytes, and sizes are int32.
     probe = entry.get("probe")
     if probe is None and "reason" not in entry:
         raise ValueError("expected `probe` or `reason`")

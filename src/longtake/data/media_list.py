@@ -70,7 +70,7 @@ class MediaList:
         Raises:
             DataError: a video or image has two captions.
         """
-        # By rowid at last, which keeps the order of the sources: `_joined` prefers later ones.
+        # Sorting by rowid last keeps the order of the sources: `_joined` prefers later ones.
         mentions = self._database.execute("SELECT * FROM mentions ORDER BY whole, name, rowid")
         self._insert("items", self._merged(mentions))
         self._database.execute("DROP TABLE mentions")

@@ -320,7 +320,7 @@ def reference_of(
     catalogs = sorted(run.catalogs_path.glob("*.parquet"))
     # If any of this changes, the reference is made again.
     asked = {
-        # Without the batch size, which changes no clip.
+        # The batch size changes no clip.
         "bucket": bucket.model_dump(exclude={"batch_size"}),
         "fps": fps,
         "clips": recipe.evaluation.reference_clips,

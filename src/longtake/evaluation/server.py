@@ -219,7 +219,7 @@ class EvaluationServer:
                     if alarm["kind"] == "drift":
                         pending.log("drift_alert", **task.facts, **alarm)
                 self._report.evaluated(task, scores)
-                # Else the source would get the result only after the next look at it.
+                # Otherwise the source would get the result only after the next look at it.
                 self._mirror.push_soon()
             case "failed" | "damaged":
                 facts = {"reason": outcome.reason, "final": outcome.is_final}

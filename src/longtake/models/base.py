@@ -202,7 +202,7 @@ class InputContract:
     @property
     def encodes_together(self) -> bool:
         """True if `encode` gives other tensors than the latents of each input."""
-        # By the override and not by a flag, which could contradict it.
+        # The override itself is the answer: a flag beside it could contradict it.
         return type(self).encode is not InputContract.encode
 
     def given_frames(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:

@@ -92,7 +92,7 @@ def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> li
     for group in groups:
         (common, count), *others = Counter(values[rank] for rank in group).most_common()
         if others:
-            # Of two copies that differ neither can be called right.
+            # If two copies differ, neither can be called right.
             has_majority = 2 * count > len(group)
             unlike += [rank for rank in group if not has_majority or values[rank] != common]
     return sorted(unlike)

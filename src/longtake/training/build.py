@@ -317,7 +317,7 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     for name, option in options.items():
         block: Any = names[name]
         if block in streamed:
-            # Else views of weights would be saved, and would be gone in the backward pass.
+            # Otherwise views of weights would be saved, and would be gone in the backward pass.
             if option.activations in activation_checkpointing.RECOMPUTED:
                 block.forward = torch.compile(block.forward, dynamic=False)
             if option.activations == "save-attention":  # attention is compiled, too

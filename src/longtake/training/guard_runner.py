@@ -34,7 +34,7 @@ _MAX_NAMED_PARAMETERS = 6
 
 @dataclass(frozen=True)
 class Decision:
-    """The guard's verdict on a step, and its consequences; equal on every rank."""
+    """The guard's verdict on a step, and its consequences; equal on every rank but its message."""
 
     statistics: StepStatistics
     verdict: GuardVerdict

@@ -81,7 +81,7 @@ def cache_ahead(
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
     with _world(recipe, on) as world:
-        # As a single rank: `fill_cache` divides the entries, and not the batches, among ranks.
+        # The loader is that of one rank: `fill_cache` divides entries, not batches, among ranks.
         loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
         first_does(
             lambda: checks.refuse_missing_conditioning(loader.plan_history.plan, recipe.data), world

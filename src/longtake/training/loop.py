@@ -1,12 +1,14 @@
 """The training loop: the order of a step's operations.
 
 A step has one collective in addition to those of the gradients (`reduce_statistics`), and the host
-waits for the device once, for the numbers that go into it. The exceptions, all of them:
+waits for the device once, for the numbers that go into it. The exceptions:
 
-- Ranks that share a batch's tokens compare it first (`begin_step`), and agree on what they encode
-  ahead (`prepare_next`); both over the CPU.
+- A sharded model gathers the weights of each block before the block computes (`parallel/fsdp.py`).
+- Ranks that share a batch's tokens compare it first (`begin_step`), agree on what they encode ahead
+  (`prepare_next`), both over the CPU, and exchange what each of them has encoded (`inputs.py`).
 - The host waits once more for the first batch of each shape, whose page-locked memory is allocated,
-  and in a step with NaN or inf, which are counted.
+  in a step with NaN or inf, which are counted, where a text encoder waits for the device, and for
+  the checksums of replicas in the steps that compare them.
 - All ranks gather what only they know if a clip could not be read, if the verdict is not `ok`, and
   in the tenth judged step, for weights without gradient.
 - Saving and sampling have collectives and waits of their own. So has the first step of a launch,

@@ -346,7 +346,7 @@ def _statistics(
     norms: Norms,
 ) -> StepStatistics:
     step, section = state.global_step, session.recipe.optimizer
-    # Of the previous update, as its rate is the one that is measured.
+    # Restarts are counted up to the previous update: its rate is the one that is measured.
     num_restarts, _ = schedule_cycle(step - 1, session.recipe.training.steps, section)
     losses, counts = (
         [[sums[f"{each}.{what}.{quarter}"] for quarter in range(_QUARTERS)] for each in POPULATIONS]

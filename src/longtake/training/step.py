@@ -56,7 +56,9 @@ def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the generators of Python, numpy and torch for one step, for operations such as dropout.
+    """Seed the generators of Python, numpy and torch for one step, for operations inside the model.
+
+    Noise, sigmas and the dropout of captions have the seeds of their samples instead (`inputs.py`).
 
     The seed depends on recipe seed, step and rank only, so no random state is saved: a resumed run
     draws the same numbers, provided that the number of processes is the same.
@@ -72,8 +74,10 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
     """Accumulate the gradients of this rank's share of a batch.
 
-    The loss is the sum of all ranks' weighted sample losses divided by the batch's global size. A
-    stand-in for a clip that cannot be decoded has weight 0.
+    The loss is the sum of all ranks' weighted sample losses divided by the batch's global size: the
+    mean over the ranks that have different clips of (sum of a rank's losses / `share`). A stand-in
+    for a clip that cannot be decoded has weight 0; `fsdp.clip_gradients` multiplies the gradients
+    by (global size / number of clips that were there), so that they are those of a mean.
     """
     world, components = session.world, state.components
     model, blocks = components.model, components.family.blocks(components.model)
