@@ -223,7 +223,7 @@ class NodeDirectory:
 
     def append_event(self, kind: NodeEventKind, /, **fields: Any) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        # In one write call, as rank, launcher and watcher append to the same file.
+        # The event is one write call, as rank, launcher and watcher append to the same file.
         fsio.append_json(
             self.events_path, {"time": fsio.now(), "event": kind, "host": self.host, **fields}
         )
@@ -279,7 +279,7 @@ def node_heartbeats(run: RunDirectory) -> dict[str, dict[str, Any]]:
 
 
 def beat_of(heartbeat: Mapping[str, Any]) -> tuple[object, object]:
-    # With the pid, as a watcher that was started again counts its beats from 1.
+    # The pid belongs to it: a watcher that was started again counts its beats from 1.
     return heartbeat.get("pid"), heartbeat.get("beat")
 
 

@@ -130,7 +130,7 @@ def connect(context: CheckContext, store: Any, *, use_nccl: bool) -> Facts:
 # --- Clocks ---------------------------------------------------------------------------------------
 # Cristian's algorithm (Probabilistic clock synchronization, 1989): the other clock's answer is
 # compared with the middle between question and answer, so the error is at most half the round trip.
-# Of many questions the one with the shortest round trip is used.
+# Many questions are asked; the one with the shortest round trip is used.
 
 _NUM_QUESTIONS = 40
 _WARNING_SECONDS, _ERROR_SECONDS = 1e-3, 0.1

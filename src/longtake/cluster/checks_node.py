@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -453,11 +454,14 @@ def _gpu_versions() -> dict[str, str]:
     if not torch.cuda.is_available():
         return {"GPUs": "none"}
     names = [torch.cuda.get_device_name(gpu) for gpu in range(torch.cuda.device_count())]
+    driver = "unknown"
+    with suppress(Exception):  # a driver that does not answer must not hide the other versions
+        driver = driver_facts().get("driver", driver)
     return {
         "GPUs": ", ".join(f"{names.count(each)} x {each}" for each in dict.fromkeys(names)),
         "CUDA": str(torch.version.cuda),
         "NCCL": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
-        "driver": driver_facts().get("driver", "unknown"),
+        "driver": driver,
     }
 
 

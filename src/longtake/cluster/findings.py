@@ -465,7 +465,7 @@ def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if found:
         yield "To make them equal:"
     for command, nodes in found.items():
-        yield f"  [bold]{escape(fold_hosts(dict.fromkeys(nodes)))}[/bold]: {escape(command)}"
+        yield f"  [bold]{escape(fold_hosts(nodes))}[/bold]: {escape(command)}"
 
 
 def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> RenderableType:

@@ -147,7 +147,7 @@ def fold_hosts(hosts: Iterable[str]) -> str:
     Such as gpu[0-6,12]; at most four groups are shown.
     """
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)  # numbers by the text around them
-    for name in sorted(hosts, key=natural_key):
+    for name in sorted(set(hosts), key=natural_key):
         before, number, after = _AROUND_NUMBER.findall(name)[0]
         groups[before, after].append(number)
     texts = []

@@ -87,7 +87,7 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
     """Make the pixels of a few batches far too bright."""
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
-        # By the number of the batch and not of the step: a fault of data meets the same batch again
+        # Faults of data are tied to a batch, not to a step: they meet the same batch again
         # after a rollback, unless the guard excludes it.
         if trigger.at <= batch.step < trigger.at + sandbox.POISONED_BATCHES:
             batch = replace(batch, videos=batch.videos.float() * _BRIGHTER)

@@ -290,7 +290,7 @@ class PeerConnections(HealthProbe):
     def __init__(self, pids: Callable[[], list[int]]) -> None:
         self._pids = pids
         self._hosts: Mapping[str, str] = {}
-        # By inode and peer, as the kernel gives the inode of a closed socket to another one.
+        # Keyed by inode and peer, as the kernel gives the inode of a closed socket to another one.
         self._before: dict[tuple[int, str], TcpConnection] = {}
         self._sampled_at = time.monotonic()
         self.addresses: list[str] = []  # addresses of this node that its ranks use

@@ -110,7 +110,7 @@ def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArra
     """
     # With buckets of one frame, no clip is too short.
     brief = [shape.model_copy(update={"num_frames": 1}) for shape in shapes]
-    # Of equally good buckets the first one wins, so those with fewer frames come first.
+    # The first of equally good buckets wins, so those with fewer frames come first.
     order = sorted(range(len(shapes)), key=lambda index: shapes[index].num_frames)
     nearest = _best(catalog, {index: brief[index] for index in order}, 1, stills=True)
     of_videos = {index: brief[index] for index in order if shapes[index].num_frames > 1}

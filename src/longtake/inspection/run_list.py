@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -159,7 +160,7 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
     if rollbacks and "verdict" in newest and rollbacks[-1]["from_step"] == steps:
         steps = rollbacks[-1]["to_step"]
     found = replace(found, steps=steps, loss=newest["loss"])
-    recent = list(_newest_records(run.metrics_path, Metrics))[:_NUM_RECENT]
+    recent = list(islice(_newest_records(run.metrics_path, Metrics), _NUM_RECENT))
     if recent:
         seconds = statistics.median(each["step_seconds"] for each in recent)
         found = replace(found, step_seconds=seconds)

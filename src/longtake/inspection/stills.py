@@ -165,10 +165,12 @@ def _decode_all(clips: Sequence[Clip]) -> None:
     from longtake.data.decode_worker import DecodePool  # PyAV, which few pages need
 
     # Pages that are opened at the same time share the processor with training.
-    with _one_at_a_time, DecodePool(1, _CLIP_SECONDS) as pool:
-        for clip in clips:
-            if _read_kept(clip) is None:
-                _keep(clip, _decode(clip, pool))
+    with _one_at_a_time:
+        missing = [clip for clip in clips if _read_kept(clip) is None]
+        if missing:
+            with DecodePool(1, _CLIP_SECONDS) as pool:
+                for clip in missing:
+                    _keep(clip, _decode(clip, pool))
 
 
 def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:

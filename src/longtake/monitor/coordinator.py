@@ -33,7 +33,6 @@ _LATE_REQUEST_SECONDS = 10.0  # how long the requester waits for dumps
 _POLL_SECONDS, _POLL_DUMPS_SECONDS = 1.0, 0.2
 _POLL_NEAR_SECONDS = 0.25  # when a stall is near
 _ROUND_SECONDS = 0.5  # duration of a round of dumps, and of the watcher's scan before it
-_DISK_SECONDS = 3.0
 _TURN_SECONDS = 5.0  # delay from one node's turn to diagnose to the next one's
 _FORGET_SECONDS = 60.0
 _SECONDS_FOR_OTHERS = 3.0
@@ -204,7 +203,7 @@ def wait_for_dumps(
     missing: dict[str, bool] = {}
     while True:
         with suppress(OSError):
-            beats = disk.ask(without_dump, _DISK_SECONDS)
+            beats = disk.ask(without_dump)
             # Until a living watcher must have written a heartbeat, every watcher may be alive.
             is_known = time.monotonic() - since > _ALIVE_SECONDS
             missing = {
@@ -280,7 +279,7 @@ def read_diagnosis(disk: reporting.RunDirThread, token: str) -> StallDiagnosis |
     """Read the published diagnosis of a stall; None: it is missing or unreadable."""
     path = node_dir.diagnosis_path(disk.node.run, token)
     with suppress(OSError, RecordError):
-        return disk.ask(lambda: read_record(path, StallDiagnosis), _DISK_SECONDS)
+        return disk.ask(lambda: read_record(path, StallDiagnosis))
     return None
 
 
@@ -383,9 +382,7 @@ class DumpService:
                 continue
             self._outcomes.pop(token, None)
             try:
-                alarm = self._disk.ask(
-                    partial(write_request, self._target.run, alarm), _DISK_SECONDS
-                )
+                alarm = self._disk.ask(partial(write_request, self._target.run, alarm))
             except OSError as error:
                 self._reporter.log(f"{token}: other nodes cannot be asked: {error}")
             self._answer(alarm)
@@ -431,7 +428,7 @@ class DumpService:
                 lambda: dumps.prune_dumps(target.node),
                 lambda: dumps.prune_requests(target.run, self._timeouts.launch),
             ):
-                self._disk.ask(work, _DISK_SECONDS)
+                self._disk.ask(work)
         except OSError as error:
             self._reporter.log(f"{token}: the dump is not written: {error}")
         return dump
@@ -477,7 +474,7 @@ class DumpService:
         # If the file cannot be written, only a real stall is reported.
         is_first = diagnosis.kind != "cleared"
         try:
-            is_first = self._disk.ask(lambda: write_once(path, diagnosis.as_dict()), _DISK_SECONDS)
+            is_first = self._disk.ask(lambda: write_once(path, diagnosis.as_dict()))
         except OSError as error:  # rather report a stall twice than never
             self._reporter.log(f"{token}: the diagnosis is not written: {error}")
         if not is_first:

@@ -162,7 +162,7 @@ def dump_processes(
     begun = early[0][0] if early else time.monotonic()
     seen: list[Round] = [{**found, "seconds": round(at - begun, 3)} for at, found in early]
     for number in range(len(seen), request["rounds"]):
-        # By the time of the first round, so that slow rounds do not delay all later ones.
+        # Rounds are due by the time of the first, so that slow ones do not delay all later ones.
         time.sleep(max(0.0, begun + number * round_seconds - time.monotonic()))
         at = time.monotonic() - begun
         seen.append(_dump_round(find(), at))

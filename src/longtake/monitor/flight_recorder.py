@@ -360,8 +360,10 @@ def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], Gro
     for rank, dump in dumps.items():
         for name, config in dump.get("pg_config", {}).items():
             key = str(name), str(config["ranks"])
-            ranks = tuple(int(each) for each in re.findall(r"\d+", key[1]))
             # Ranks of one group need the same object, as groups are compared by identity.
-            if ranks and (rank, key[0]) in found:
-                found[rank, key[0]] = stated.setdefault(key, GroupMembers(key[0], ranks))
+            if key not in stated:
+                ranks = tuple(int(each) for each in re.findall(r"\d+", key[1]))
+                stated[key] = GroupMembers(key[0], ranks)
+            if stated[key].ranks and (rank, key[0]) in found:
+                found[rank, key[0]] = stated[key]
     return found

@@ -176,9 +176,7 @@ _FULL_INODES_SHARE = 0.01
 _SLOW_SHARE = 1 / 3
 _AT_ONCE = (system.HANGS, "disk_is_failing", "clock_offset", UNANSWERED)
 # The disk's probe is an exception: an fsync of seconds is usual on ext4 and NFS.
-_DISK_HANGS = (
-    f"{system.HANGS}:{system.DiskProbe.name}"  # an fsync of seconds is usual on ext4 and NFS
-)
+_DISK_HANGS = f"{system.HANGS}:{system.DiskProbe.name}"
 
 
 class HealthRules:

@@ -135,7 +135,7 @@ class RunDirThread:
         self._lines.append(f"{fsio.now()} {text}")
         self._write_soon()
 
-    def ask(self, work: Callable[[], _T], seconds: float | None) -> _T:
+    def ask(self, work: Callable[[], _T], seconds: float | None = _ASK_SECONDS) -> _T:
         """Call `work` in the run directory's thread, and wait for its result.
 
         The wait is limited to `seconds`; None: it is not limited.

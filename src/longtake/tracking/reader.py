@@ -125,7 +125,7 @@ class UpdateReader:
         if all((path.parent / name).is_file() for name in _files(scores)):
             self._incomplete.pop(result, None)
             return True
-        # By this process's clock, as a copy may keep the file times of its source.
+        # Timed by this process's clock, as a copy may keep the file times of its source.
         began = self._incomplete.setdefault(result, time.monotonic())
         is_long = time.monotonic() > began + _MAX_SECONDS_INCOMPLETE
         if is_long:
@@ -175,10 +175,10 @@ class UpdateReader:
 def _row_record(row: Mapping[str, Any]) -> TrackedRecord:
     identity = {"train/step": row["step"], "train/time": row["time"]}
     row = dict(row)
-    shape, speed = row.pop("bucket", None), row.pop("tokens_per_second", None)
-    if isinstance(shape, list):
+    shape = row.pop("bucket", None)
+    if isinstance(shape, list) and "tokens_per_second" in row:
         # Buckets differ in speed, so that each has a curve: frames x height x width.
-        row["tokens_per_second"] = {"x".join(map(str, shape)): speed}
+        row["tokens_per_second"] = {"x".join(map(str, shape)): row["tokens_per_second"]}
     scalars = {f"train/{name}": value for name, value in _scalars(row)}
     rest = {name: value for name, value in scalars.items() if name not in identity}
     return TrackedRecord("train", row["step"], row["time"], identity, rest)
