@@ -422,6 +422,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         ({}, {}, "ema/main"),
         ({}, {"ema": True, "profile": "main"}, "ema/main"),
         ({}, {"ema": False}, "model"),
+        ({}, {"ema": False, "profile": "none"}, "model"),
         ({"profiles": [{"name": "a", "decay": 0.9}, {"name": "b", "sigma_rel": 0.1}]}, {}, "ema/a"),
         ({"decay": 0.0}, {}, "model"),
         ({"decay": 0.0}, {"ema": False}, "model"),
@@ -440,6 +441,7 @@ def test_which_weights_are_sampled(
         ({}, {"profile": "wide"}, r"no EMA profile 'wide'\. It keeps: main\."),
         ({"decay": 0.0}, {"profile": "main"}, r"no EMA profile 'main'\. It keeps: none\."),
         ({"decay": 0.0}, {"ema": True}, r"keeps no averages .* Leave --ema out"),
+        ({}, {"ema": True, "profile": "none"}, "--profile none asks for the weights themselves"),
         ({}, {"ema": False, "profile": "main"}, r"--profile main .* but --no-ema asks"),
     ],
 )

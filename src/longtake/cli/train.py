@@ -137,7 +137,6 @@ def parent_of(
 
 
 def _say_what_is_kept(out: Path) -> None:
-
     steps = RunDirectory(out).checkpoint_steps()
     kept = (
         f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint yet"
@@ -146,7 +145,6 @@ def _say_what_is_kept(out: Path) -> None:
 
 
 def _say_how_to_resume(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> None:
-
     say.line(f"Stopped by {outcome.interrupted_by} after step {outcome.end_step}, which is saved.")
     say.line("Resume with:" if fresh else "The same command resumes, and so does:")
     say.line(RunDirectory(out).resume_command())

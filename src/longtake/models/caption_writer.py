@@ -14,7 +14,7 @@ from PIL import Image
 
 from longtake import errors
 from longtake.formatting import one_line
-from longtake.models.pretrained import quiet
+from longtake.models.pretrained import quiet, without_values
 
 PROMPT = "Describe what this video shows in one or two plain sentences."
 
@@ -70,7 +70,7 @@ class TransformersCaptioner:
                 "transformers for image-text-to-text with its processor; code beside the weights "
                 "is not run."
             ) from error
-        if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+        if missing := without_values(report):
             raise errors.ModelError(
                 f"The weights in {folder} leave {len(missing)} tensors without values, such as "
                 f"{missing[0]}. They belong to another model or another version of transformers."

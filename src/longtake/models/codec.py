@@ -435,8 +435,6 @@ def outline_codec(section: CodecSection, part: pretrained.PipelinePart) -> Codec
 def _build(
     section: CodecSection, part: pretrained.PipelinePart, made: Path | None, *, outlined: bool
 ) -> Codec:
-    import diffusers
-
     where, dtype = section.pretrained, numerics.DTYPES[section.dtype]
     if section.kind == "pixels":
         unused = {"pretrained": where, "config": section.config}
@@ -446,6 +444,8 @@ def _build(
         unused = {"config": section.config}
         pretrained.refuse_unused("codec", unused, "codec.pretrained brings its own")
         part = releases.find_part(where, part)
+    import diffusers  # takes seconds, which a codec of pixels does not need
+
     autoencoder_class = getattr(diffusers, part.class_name)
     codec_class = _CODECS.get(part.class_name, AutoencoderCodec)
     # A run's own random weights are read again, because another version may draw others.

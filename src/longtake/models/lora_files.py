@@ -124,8 +124,11 @@ def read_lora(
         import diffusers
 
         pipeline: Any = getattr(diffusers, getattr(family, "pipeline_class", ""), None)
+        weights: Mapping[str, Tensor] | None = None
         with suppress(Exception):  # a file of another model; what they raise depends on the file
-            converted = _sort_by_layer(pipeline.lora_state_dict(dict(file.weights)), names)
+            weights = pipeline.lora_state_dict(dict(file.weights))
+        if weights is not None:
+            converted = _sort_by_layer(weights, names)
             if len(converted[1]) < len(unknown):
                 by_layer, unknown = converted
     if unknown:

@@ -101,13 +101,22 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
         return loaded
     model, report = loaded
     # The libraries only warn of such tensors, and return the model all the same.
-    if missing := sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])}):
+    if missing := without_values(report):
         raise ModelError(
             f"The weights in {folder} leave {len(missing)} tensors of {loaded_class.__name__} "
             f"without values, such as {missing[0]}. They belong to another class or another "
             "library version."
         )
     return model
+
+
+def without_values(report: Mapping[str, Any]) -> list[str]:
+    """Return the names of tensors to which the files of a model gave no values.
+
+    Args:
+        report: what `from_pretrained` of diffusers and transformers returns beside the model.
+    """
+    return sorted({*report["missing_keys"], *map(str, report["mismatched_keys"])})
 
 
 def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: str) -> None:

@@ -188,7 +188,7 @@ def adapter_config(model: Any, base: str | None) -> Any:
     """Return peft's configuration of `lora_state`, with scale 1 and `base` as the base model."""
     config = copy.deepcopy(model.peft_config[ADAPTER])
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
-    # As peft saves adapters: a reader that loads one gets it frozen.
+    # peft saves adapters this way, so that a reader that loads one gets it frozen.
     config.inference_mode = True
     config.base_model_name_or_path = base
     return config

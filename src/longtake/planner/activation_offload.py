@@ -40,10 +40,10 @@ class ActivationOffload:
         """Return `run(block, *args)`; with `offloads`, the tensors that it saves go to the host."""
         before, self._last = self._last, None
         tensors = [each for each in args if isinstance(each, Tensor)]
-        has_backward = any(each.requires_grad for each in (*tensors, *block.parameters()))
         given = set(_storages(tensors))
         shared, self._given = given & self._given, given  # these stay: others keep them
-        if offloads and torch.is_grad_enabled() and has_backward:
+        is_recorded = offloads and torch.is_grad_enabled()
+        if is_recorded and any(each.requires_grad for each in (*tensors, *block.parameters())):
             saved = self._last = OffloadedBlock(self, block, shared)
             with saved_tensors_hooks(saved.pack, saved.unpack):
                 output = run(block, *args)

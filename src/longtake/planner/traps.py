@@ -114,10 +114,10 @@ def _dead_regions(
     """Make one trap of all dead regions, since each makes the next one dead."""
     first, name = dead[0], _name(dead[0])
     kind = f"reentrant recompute region{f' of {first.by}' if first.by else ''}"
-    # Blocks before the first region; none if something trainable lies before it.
-    frozen = list(watch.blocks)
-    is_first_trained = not first.upstream and first.blocks and first.blocks[0] in watch.blocks
-    frozen = frozen[: frozen.index(first.blocks[0])] if is_first_trained else []
+    frozen: list[str] = []  # blocks before the first region, if nothing trainable lies there
+    if not first.upstream and first.blocks and first.blocks[0] in watch.blocks:
+        blocks = list(watch.blocks)
+        frozen = blocks[: blocks.index(first.blocks[0])]
     if first.hidden:
         opening = (
             f"{name} runs in a {kind}, and what carries gradient is handed to "

@@ -344,7 +344,7 @@ def settings_for(
     values["sampling"] |= {k: v for k, v in changes.items() if v is not None}
     bucket = values["data"]["buckets"][0]
     values["data"]["buckets"] = [bucket | {k: v for k, v in sizes.items() if v is not None}]
-    # As a whole recipe, so that bounds and combinations of keys are those of training.
+    # A whole recipe is parsed, so that bounds and combinations of keys are those of training.
     changed = config.parse(values, source="The settings of this sampling")
     (negative,) = with_trigger([changed.sampling.negative_prompt], recipe)
     settings = changed.sampling.model_copy(update={"negative_prompt": negative})
@@ -365,10 +365,15 @@ def weights_to_sample(
         RecipeError: the options contradict each other, or the run keeps no such average.
     """
     kept = [each.name for each in recipe.ema.averages()]
-    if profile is not None and ema is False:
+    if profile not in (None, "none") and ema is False:
         raise RecipeError(
             f"--profile {profile} names an average, but --no-ema asks for the weights themselves. "
             "Leave one of them out."
+        )
+    if profile == "none" and ema:
+        raise RecipeError(
+            "--profile none asks for the weights themselves, but --ema for an average. Leave one "
+            "of them out."
         )
     if ema and not kept:
         raise RecipeError(
