@@ -151,7 +151,7 @@ def code_digest(*folders: str) -> str:
     digest = hashlib.sha256()
     package = Path(__file__).parent
     for path in sorted(path for folder in folders for path in (package / folder).rglob("*.py")):
-        # With the names, as a file that was renamed is other code.
+        # Names are hashed too, as a file that was renamed is other code.
         digest.update(f"{path.relative_to(package).as_posix()}\n".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
 

@@ -609,7 +609,7 @@ class _SavePlanner(DefaultSavePlanner):
         if write_item.type != WriteItemType.BYTE_IO or not is_plain:
             return super().transform_object(write_item, object)
         known = self._serialised
-        # By repr, because 1, 1.0 and True are equal as keys.
+        # The key is the repr, because 1, 1.0 and True are equal as keys.
         if (name := repr(object)) not in known:
             known[name] = super().transform_object(write_item, object).getvalue()
         return io.BytesIO(known[name])

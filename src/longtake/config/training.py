@@ -1,6 +1,5 @@
 """Recipe keys of training: noise, optimizer, averages, guard, watcher, processes, checkpoints."""
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -18,7 +17,6 @@ from longtake.config.values import (
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
 _Share = Annotated[float, Field(ge=0, le=1)]
-_CLASS = re.compile(r"[\w.]+:\w+")
 
 
 class RecomputeSection(Section):

@@ -365,7 +365,9 @@ class ContentHashes:
                 )
                 raise ClipError(path, f"{reason or error}") from error
             stamp = status.st_size, status.st_mtime_ns
-        if (known := self._known.get(path)) and known[0] == stamp:
+        with self._lock:  # from Python 3.12 on, `cached_property` has none of its own
+            known = self._known.get(path)
+        if known and known[0] == stamp:
             if media.is_remote:
                 self._of_stores[path] = known[1]
             return known[1]

@@ -363,7 +363,7 @@ class _Reading(NamedTuple):
 
 def _rows(plan: Plan) -> Iterator[_Row]:
     """Yield every clip of a plan once for each shape in which it is trained."""
-    # By catalog and shape: stages and streams often train the same clips.
+    # Collected by catalog and shape: stages and streams often train the same clips.
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
     catalogs, sources = {}, dict[int, dict[str, None]]()
     for stream in plan.streams():
@@ -374,7 +374,7 @@ def _rows(plan: Plan) -> Iterator[_Row]:
                 mine = part.members.candidates(bucket)
                 rows.setdefault((id(part.catalog), shape), []).append(mine)
     for (catalog, shape), found in rows.items():
-        # In the same order on all processes, which divide the rows by their places.
+        # The order is the same in all processes, which divide the rows by their places.
         for row in np.unique(np.concatenate(found)):
             yield _Row(catalogs[catalog], shape, int(row), tuple(sources[catalog]))
 

@@ -324,7 +324,7 @@ def fingerprint_of_columns(
         for chunk in chunks_of(name):
             digest.update(_numbers(chunk, "<i8"))
     for chunk in chunks_of("caption"):
-        # With the lengths, the concatenated captions are unambiguous.
+        # Lengths are hashed too: without them, other captions could be equal when joined.
         digest.update(_numbers(pc.binary_length(chunk), "<i8"))
     for chunk in filter(len, chunks_of("caption")):
         # Straight from Arrow's buffers: captions may have gigabytes, and no string is made.

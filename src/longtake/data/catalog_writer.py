@@ -225,7 +225,7 @@ class _Spilled:
 
 
 def _row_of(clip: Clip, stamp: catalog.Stamp | None) -> _Row:
-    # In the order of `_COLUMNS`.
+    # The values have the order of `_COLUMNS`.
     media, timing = clip.media, clip.timing
     listed = timing.listed if timing else ()
     return (

@@ -53,8 +53,8 @@ class Prefetch:
     world_size: int  # number of data-parallel ranks
     num_batches: int  # minimum number of batches fetched ahead
     num_workers: int  # decoding processes; enough batches are begun to keep all of them busy
-    waiting: deque[PendingBatch] = field(default_factory=deque)
-    _following: int = 0  # number of the batch to begin next
+    waiting: deque[PendingBatch] = field(default_factory=deque, init=False)
+    _following: int = field(default=0, init=False)  # number of the batch to begin next
 
     def close(self) -> None:
         self.source.close()

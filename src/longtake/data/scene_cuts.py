@@ -284,8 +284,7 @@ def _find_all(
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Scenes | ClipError]:
     """Return the scenes of each video by its name; those in the journal are not decoded again."""
-    found = {str(item.media): index.stamp_of_media(item.media) for item in items}
-    stamps = {name: index.stamp_text(stamp) if stamp else "" for name, stamp in found.items()}
+    stamps = {str(item.media): _stamp_text(item.media) for item in items}
     known: dict[str, Scenes | ClipError] = {
         name: Scenes(tuple(starts), end)
         for name, stamp, starts, end in journal.read()
@@ -302,6 +301,12 @@ def _find_all(
             if progress is not None:
                 progress(len(known), len(items))
     return known
+
+
+def _stamp_text(media: Media) -> str:
+    # A store may give an object no stamp: then its size alone tells whether it has changed.
+    stamp = index.stamp_of_media(media)
+    return index.stamp_text(stamp) if stamp else f"{media.num_bytes} 0"
 
 
 _ROW: TypeAdapter[tuple[str, str, list[float], float]] = TypeAdapter(

@@ -652,7 +652,7 @@ def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) 
     """Skip the update, or roll back after `max_skips` skips in close succession."""
     now = window.now.step
     first, num_skips = now, 0
-    # From the newest skip backwards, up to a gap that separates unrelated ones.
+    # Counted from the newest skip backwards, up to a gap that separates unrelated ones.
     for step in window.past.column("step")[window.past.have_verdict("skip")][::-1].astype(int):
         if first - step > _STEPS_BETWEEN_SKIPS:
             break
@@ -682,6 +682,3 @@ def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
     logs = np.log(past)
     ordinary = steps[np.log(losses) <= median(logs) + _ORDINARY_SIGMAS * noise(logs)]
     return first if ordinary[-1] > first else int(ordinary[-1])
-
-
-# --- Robust statistics ----------------------------------------------------------------------------

@@ -364,6 +364,8 @@ class StepWindow:
         return len(self.same_stage) >= self.settings.warmup_steps
 
 
+# --- Robust statistics ----------------------------------------------------------------------------
+
 _SIGMAS_PER_MAD = 1.4826
 """Standard deviation of a normal distribution, in multiples of its median absolute deviation."""
 

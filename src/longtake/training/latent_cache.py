@@ -262,9 +262,11 @@ def _encode_missing(
     for label, items, load, fill in steps:
         if not items:
             continue
+        # Loaded before its progress begins, which estimates the time that is left.
+        encode = load(recipe, made, device) if on is None else None
         with progress.counted(console, f"cache: {label}") as advance:
             if on is None:
-                fill(cache, items, load(recipe, made, device), report, advance)
+                fill(cache, items, encode, report, advance)
             else:
                 # Resolved, since a worker may have another current directory.
                 load_there = partial(_load_on_worker, load, recipe, made.resolve(), threads)
@@ -272,6 +274,7 @@ def _encode_missing(
                 cache_fill.run_encode_task(
                     task, items, report, on=on, workers=workers, progress=advance
                 )
+        del encode
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

@@ -109,7 +109,7 @@ def decide(
     """
     session, state, guard = training.session, training.state, training.guard
     statistics = summary.statistics
-    verdict, unlike = detectors.OK, ""
+    verdict, unlike, report = detectors.OK, "", None
     if summary.unlike:
         tensors = replicated_tensors(state)
         unlike = training.replicas.explain(summary.unlike, tensors, statistics.step)
@@ -128,5 +128,7 @@ def decide(
                 training.loader.fail(identity, _NOT_ENCODED.format(names=names))
         training.saver.wait()  # so that the report names the newest checkpoint
         verdict, report = guard.report(verdict, statistics, losses, state)
-        training.recorder.report_verdict(Decision(statistics, verdict, is_allowed), report)
-    return Decision(statistics, verdict, is_allowed)
+    decision = Decision(statistics, verdict, is_allowed)
+    if verdict.kind != "ok":
+        training.recorder.report_verdict(decision, report)
+    return decision

@@ -173,7 +173,7 @@ class NormStats:
         self._rate = max(rates, default=1.0)
         self._probed = self._probe()  # weights do not change before the next update
         moved = self._probe_weight * (self._probed - before).square()
-        # In fp64, as many squares are added.
+        # The sums are fp64, as many squares are added.
         sums = torch.zeros(len(GROUPS), dtype=torch.float64, device=moved.device)
         self._update = sums.index_add_(0, self._probe_group, moved.double())
 
