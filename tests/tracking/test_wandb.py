@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,8 @@ def _send(run: RunDirectory, section: TrackingSection) -> None:
 
 
 def _wait_for_end(follower: Follower) -> None:
-    if follower.pid and psutil.pid_exists(follower.pid):
+    assert follower.pid is not None
+    with suppress(psutil.NoSuchProcess):  # it may end at any moment, also before it is looked up
         psutil.wait_procs([psutil.Process(follower.pid)], timeout=300)
 
 
