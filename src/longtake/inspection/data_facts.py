@@ -27,13 +27,14 @@ from longtake.inspection import catalog_facts, curriculum_facts
 from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
-MOST_CLIPS: Final = 200_000
+MOST_CLIPS: Final = 2_000_000
 """Limit of the clips of all catalogs together, above which no catalog is read.
 
-Clips times plans are limited alike: above, a run's earlier plans are not made again.
+A million clips take about 3 s and 650 MiB, once for each change of the catalogs. Clips times plans
+are limited alike: above the limit, a run's earlier plans are not made again.
 """
-_MOST_BYTES: Final = 256 * 2**20  # long lists of timestamps count, too
-_MOST_CLIPS_BY_BUCKETS: Final = 8_000_000  # each bucket is tried on each clip
+_MOST_BYTES: Final = 2**30  # of the columns in memory, as lists of timestamps may be long
+_MOST_CLIPS_BY_BUCKETS: Final = 32_000_000  # each bucket is tried on each clip
 MOST_CATALOGS: Final = 8
 _MOST_FILES: Final = 4000
 _MOST_STAGES: Final = 64
