@@ -31,9 +31,10 @@ SAC_IGNORED_OPS.update(
 
 Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
-"""A function that runs a block: `call(block, *args)` stands for `block(*args)`."""
+"""A function that runs a block of the transformer: `call(block, *args)` stands for
+`block(*args)`."""
 QUANTIZED: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
-"""Kinds of quantisation, most exact first."""
+"""Kinds of quantisation of frozen weights, most exact first."""
 
 
 _aten = torch.ops.aten
@@ -79,30 +80,32 @@ RUN_BY: Mapping[Activations, BlockCall] = {
     "offload": _keep,
     "offload-input": _recompute,
 }
-"""Functions that run a block with each choice of activations. `keep` saves all of them,
-`save-attention` only the output of attention, `recompute` only the block's inputs. `offload` saves
-all and `offload-input` the inputs in host memory, to which `caller` moves them. The costs of each
-choice are read off traces in which all blocks use it (`longtake.planner.solver`)."""
+"""Functions that run a transformer block with each treatment of its activations. `keep` saves all
+of them for the backward pass, `save-attention` only the output of attention, `recompute` only
+the block's inputs. `offload` saves all and `offload-input` the inputs in host memory, to which
+`caller` moves them. The costs of each treatment are read off traces in which all blocks use it
+(`longtake.planner.solver`)."""
 ACTIVATIONS: tuple[Activations, ...] = tuple(RUN_BY)
 OFFLOADED: tuple[Activations, ...] = ("offload", "offload-input")
 RECOMPUTED: tuple[Activations, ...] = ("save-attention", "recompute", "offload-input")
-"""Choices of activations with which a block runs again in the backward pass."""
+"""Treatments of activations with which a block is computed again in the backward pass."""
 POLICIES = ("none", "all", "all-but-first", "alternate", "save-attention")
 
 
 def run_block(activations: Activations, block: Block, *args: Any, **kwargs: Any) -> Any:
-    """Run a block; its output is bitwise equal with every choice of activations.
+    """Run a block with this treatment of its activations; its output is bitwise equal with each.
 
-    Random numbers, such as for dropout, are drawn again as before: the generators' states are
-    saved.
+    Random numbers, such as for dropout, are drawn again as before when a block is recomputed: the
+    generators' states are saved.
     """
     return RUN_BY[activations](block, *args, **kwargs)
 
 
 def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
-    """Return the argument of `BlockContract.call_by` that runs blocks by these options.
+    """Return the argument of `BlockContract.call_by` that runs each block by its option.
 
-    Blocks without an option are kept. The order of `options` must be the blocks'.
+    An option says how the block's activations and frozen weights are treated. Activations of blocks
+    without an option are kept on the device. The order of `options` must be the blocks'.
     """
     offload, first = ActivationOffload(), next(iter(options), None)
 
@@ -120,7 +123,10 @@ def caller(options: Mapping[nn.Module, BlockOption]) -> BlockCall:
 def options_of(
     policy: str, blocks: Sequence[str], weights: BlockWeights = "keep"
 ) -> dict[str, BlockOption]:
-    """Return the option of each block under a named policy; `blocks` must be in order."""
+    """Return each block's option under a named recompute policy, such as `all` or `alternate`.
+
+    `blocks` are the blocks' names in running order.
+    """
     chosen: Mapping[str, tuple[Activations, Sequence[Activations]]] = {  # of the first, of the rest
         "none": ("keep", ["keep"]),
         "all": ("recompute", ["recompute"]),

@@ -1,7 +1,7 @@
-"""Keeps tensors that blocks save for the backward pass in host memory while others run.
+"""Keeps tensors that blocks save for the backward pass in host memory while other blocks run.
 
 On CUDA a side stream copies them: out while the next block runs forward, and back while the next
-block runs backward. Thus beside a running block, its neighbour's tensors are on the device too.
+block runs backward. Thus while one block runs, its neighbour's tensors are on the device too.
 """
 
 from collections import Counter
@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from longtake.parallel.transfer import CopyStream, host_like, pinned_bytes
 
 Key = tuple[int, int, torch.dtype]
-"""A storage, its version (which changes in place increase), and a type."""
+"""Key of an offloaded tensor storage: its address, its version (which in-place changes increase),
+and a dtype."""
 
 
 class SavedTensor(NamedTuple):
-    """A reference into an offloaded storage, which autograd holds instead of a tensor."""
+    """A reference into a storage offloaded to the host, held by autograd in place of a tensor."""
 
     key: Key
     shape: torch.Size
@@ -63,30 +64,30 @@ class ActivationOffload:
         self._last, self._given = None, set()
 
     def last_bytes(self, *, on_cpu: bool) -> tuple[int, int]:
-        """Return the bytes of the last block's tensors on the host, and the memory they take there.
+        """Return the bytes of the last block's offloaded tensors, and the host memory they take.
 
-        For CUDA, torch rounds pinned tensors up.
+        For CUDA, torch rounds the size of pinned host memory up.
         """
         if self._last is None:
             return 0, 0
         return self._last.num_bytes, self._last.num_bytes if on_cpu else self._last.pinned_bytes
 
     def to_host(self, tensor: Tensor) -> Any:
-        """Start a copy to the host, which is complete after `wait`."""
+        """Start to copy a tensor to host memory; the copy is complete after `wait`."""
         copy = host_like(tensor)
         self._copies = self._copies or CopyStream(tensor.device)
         self._copies.copy(copy, tensor)
         return copy
 
     def to_device(self, copy: Any, device: torch.device) -> Tensor:
-        """Start a copy to the device, which may be read after `wait`."""
+        """Start to copy a tensor from host memory to the device; it may be read after `wait`."""
         back: Tensor = torch.empty_like(copy, device=device)
         assert self._copies is not None
         self._copies.copy(back, copy)
         return back
 
     def mark(self) -> Any:
-        """Return a mark after all copies that were started, for `wait`."""
+        """Return a mark behind all copies between host and device started so far, for `wait`."""
         return None if self._copies is None else self._copies.mark()
 
     def wait(self, mark: Any) -> None:
@@ -95,7 +96,7 @@ class ActivationOffload:
 
 
 class OffloadedBlock:
-    """The tensors that one call of a block has saved; each storage is copied once."""
+    """Tensors that one run of a block saved for its backward pass; each storage is copied once."""
 
     def __init__(self, offload: ActivationOffload, block: nn.Module, shared: set[int]) -> None:
         self._offload = offload
@@ -143,12 +144,15 @@ class OffloadedBlock:
         self._copied = self._offload.mark()
 
     def release(self) -> None:
-        """Drop the device tensors once they are copied; called after the next block has run."""
+        """Free the saved tensors on the device once they are copied to the host.
+
+        It is called after the next block has run.
+        """
         self._wait()
         self._here.clear()
 
     def fetch(self) -> None:
-        """Start to copy this block's saved tensors back to the device."""
+        """Start to copy this block's saved tensors from the host back to the device."""
         if not self._is_fetched:
             self._is_fetched = True
             for key in self._away:

@@ -31,7 +31,7 @@ _VARIABLES = ("CUDNN", "CUDA_VISIBLE", "TORCH_CUDNN", "NVIDIA_TF32", "TORCH_ALLO
 
 
 class AttentionAnswer(NamedTuple):
-    """Kernels that were chosen for attentions of a model."""
+    """Attention kernels that were chosen for the attention calls of a model."""
 
     cases: tuple[AttentionCase, ...]
     choices: tuple[tuple[AttentionKind, KernelChoice], ...] = ()
@@ -39,7 +39,10 @@ class AttentionAnswer(NamedTuple):
 
 
 def choose_kernels(cases: Sequence[AttentionCase], device: torch.device) -> AttentionAnswer:
-    """Choose kernels by trying them on all cases, which takes seconds, or by a kept answer."""
+    """Choose a correct attention kernel for each attention call (case) of a model.
+
+    All kernels are tried on all cases, which takes seconds, unless the cache folder has the answer.
+    """
     path: Path | None = None
     with suppress(RuntimeError):  # raised for a user without a home directory
         path = fsio.cache_folder() / "attention" / f"{_key(cases, device)}.json"
@@ -70,7 +73,7 @@ class KernelChooser:
 
 
 def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
-    """Return a checksum of everything that the choice of kernels depends on."""
+    """Return a checksum of everything that the choice of attention kernels depends on."""
     on_cuda = device.type == "cuda"
     facts = {
         "cases": list(cases),
@@ -87,7 +90,7 @@ def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
 def _try_all(
     cases: tuple[AttentionCase, ...], device: torch.device
 ) -> tuple[AttentionAnswer, bool]:
-    """Try the kernels on all cases; returns the answer, and whether it may be kept."""
+    """Try the attention kernels on all cases; return the answer, and whether it may be cached."""
     refused: list[dict[Kernel, str]] = [{} for _ in cases]
     chosen: list[Kernel] = ["math"] * len(cases)
     problem = ""
@@ -124,7 +127,7 @@ def _try_all(
 
 
 def _run(trials: Trials) -> tuple[list[Attempt], str]:
-    """Run the trials in a process; returns its attempts, and the problem if it did not end well."""
+    """Run the kernels' trials in a process of their own; return attempts, and a problem or ""."""
     given = TypeAdapter(Trials).dump_json(trials)
     command, environment = process.program(_PROGRAM), process.environment()
     try:

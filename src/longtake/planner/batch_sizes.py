@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def with_batch_sizes(recipe: Recipe) -> Recipe:
-    """Return the recipe with a batch size in each bucket, as `data.tokens_per_batch` gives it.
+    """Return the recipe with a batch size in each bucket (clip shape), by `data.tokens_per_batch`.
 
     The batch size of a bucket is max(1, tokens_per_batch // tokens of a clip).
 
@@ -46,7 +46,7 @@ def with_batch_sizes(recipe: Recipe) -> Recipe:
 
 
 def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dict[Bucket, int]:
-    """Count the tokens of each bucket's clip in one attention, with text and references."""
+    """Count the tokens of a clip of each bucket in one attention, with its text and references."""
     # Imported only here: most recipes need no model to know their batch sizes.
     from longtake.models.base import latent_shape  # imports torch
     from longtake.models.components import outline
@@ -64,7 +64,7 @@ def bucket_tokens(recipe: Recipe, components: "Components | None" = None) -> dic
 
 @dataclass(frozen=True)
 class StageBatch:
-    """The micro-batch with the most tokens of one process in a stage of the curriculum."""
+    """The micro-batch of one process that has the most tokens, in one stage of the curriculum."""
 
     name: str
     global_batch_size: int
@@ -80,10 +80,10 @@ def largest_batch(
     """Return a stage's micro-batch with the most tokens, and among equals the longest clips.
 
     Args:
-        recipe: of the stage.
-        stage: of the curriculum.
-        lengths: tokens of a clip of each bucket.
-        data_size: ranks that divide a batch among themselves.
+        recipe: recipe to which the stage belongs.
+        stage: stage of the data curriculum.
+        lengths: tokens of one clip, by bucket (clip shape).
+        data_size: number of ranks that divide a batch among themselves.
     """
     shapes = stage.buckets or recipe.data.buckets
     sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
@@ -98,11 +98,7 @@ def largest_batch(
 
 
 def refuse_idle_ranks(recipe: Recipe, data_size: int) -> None:
-    """Refuse a batch that has fewer clips than ranks.
-
-    Raises:
-        RecipeError: some ranks would never get a clip.
-    """
+    """Refuse a recipe in which some batch has fewer clips than there are ranks."""
     for stage in recipe.data.curriculum():
         sizes = recipe.data.batch_sizes(stage, recipe.training.global_batch_size)
         for shape, size in zip(stage.buckets or recipe.data.buckets, sizes, strict=True):

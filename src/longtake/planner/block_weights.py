@@ -28,9 +28,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class WeightCosts:
-    """Costs of one choice for frozen weights, by block: [blocks] bytes or seconds.
+    """Costs of one treatment of frozen weights (`stream`, `int8` ...), by block: bytes or seconds.
 
-    `work` and `seconds` are formulas; the trace of a plan runs the layers themselves.
+    `work` and `seconds` come from formulas; the trace of a plan runs the layers themselves.
     """
 
     name: BlockWeights
@@ -43,7 +43,7 @@ class WeightCosts:
 def weight_costs(
     name: BlockWeights, blocks: Sequence[nn.Module], device: DeviceBudget
 ) -> WeightCosts:
-    """Return the costs of a choice for these blocks, whose parameters need no values."""
+    """Return the costs of one treatment of these blocks' frozen weights, from shapes alone."""
     rows = [_block_costs(name, block, device) for block in blocks]
     return WeightCosts(name, *np.array(rows, dtype=np.float64).reshape(-1, 4).T)
 
@@ -67,7 +67,7 @@ def _block_costs(
 
 
 def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
-    """Return true if every frozen linear layer has a shape that this kind supports."""
+    """Return true if this kind of quantisation supports the shapes of all frozen linear layers."""
     try:
         for block in blocks:
             for layer in frozen_linears(block).values():
@@ -92,9 +92,9 @@ def _quantized_bytes(
 def blocks_with(
     names: Sequence[BlockWeights], blocks: Sequence[nn.Module], mode: FakeTensorMode
 ) -> Iterator[dict[nn.Module, int]]:
-    """Let blocks of fake tensors compute with streamed or quantised weights in the context.
+    """Let blocks of fake tensors compute with streamed or quantised weights inside the context.
 
-    Yields the bytes of each streamed block.
+    Yields the bytes of each block whose weights are streamed from host memory.
     """
     layers: list[Any] = [layer for block in blocks for layer in frozen_linears(block).values()]
     before = [(layer, layer._parameters["weight"], dict(layer._buffers)) for layer in layers]
@@ -128,7 +128,10 @@ def _quantize_fake(block: nn.Module, kind: Quantization, mode: FakeTensorMode) -
 
 
 def buffer_bytes(streamed: Floats) -> float:
-    """Return the device bytes that streamed blocks share: two buffers of the largest block."""
+    """Return the device bytes of the two buffers that all streamed blocks' weights share.
+
+    Each is as large as the weights of the largest streamed block.
+    """
     return float(streamed.max() * min(NUM_BUFFERS, np.count_nonzero(streamed)))
 
 

@@ -1,7 +1,8 @@
-"""Predicts the cost of a run: time, GPU-hours, network bytes, and losses by failures.
+"""Predicts the cost of a run: time, GPU-hours, network bytes, and time lost to failures.
 
-A save stops training while each rank's shard is copied to host memory, and is complete when it was
-written. A failure costs the training since the newest complete save, and a restart.
+A save of a checkpoint stops training while each rank's shard is copied to host memory, and is
+complete once it is written. A failure costs the training since the newest complete save, and a
+restart.
 """
 
 import math
@@ -31,7 +32,10 @@ RESTART_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class FailureModel:
-    """Saves at regular intervals, and failures at random times (a Poisson process)."""
+    """Model of the time that checkpoints, saved at regular intervals, and random failures cost.
+
+    Failures are a Poisson process.
+    """
 
     interval: float  # seconds of training between two saves
     stall: float  # seconds for which a save stops training
@@ -41,7 +45,7 @@ class FailureModel:
 
     @property
     def cycle(self) -> float:
-        """Seconds from one save to the next, which waits for the one before to complete."""
+        """Seconds from one checkpoint to the next; a save waits until the one before is written."""
         return max(self.interval, self.write) + self.stall
 
     @property
@@ -61,7 +65,7 @@ class FailureModel:
 
     @property
     def lost_share(self) -> float:
-        """Share of all time that failures cost, without the time of saves."""
+        """Share of all time that failures cost, without the time in which checkpoints are saved."""
         return self.failures_per_day / DAY_SECONDS * self.lost_per_failure
 
     def wall_seconds(self, work: float) -> float:
@@ -70,11 +74,11 @@ class FailureModel:
 
     @property
     def goodput(self) -> float:
-        """Share of all time that is training whose results are kept."""
+        """Share of all time spent on training whose results are kept (goodput)."""
         return 1 / self.wall_seconds(1.0)
 
     def with_best_interval(self) -> "FailureModel":
-        """Return this model with the interval at which saves and failures together cost least.
+        """Return this model with the interval between checkpoints at which time lost is least.
 
         To first order it is sqrt(2 stall / rate) (J. W. Young, "A first order approximation to the
         optimum checkpoint interval", CACM 17(9), 1974); here it is of higher order (J. T. Daly, "A
@@ -98,7 +102,10 @@ class FailureModel:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one stage, with each step at its longest shape; shorter clips cost less."""
+    """Cost of one stage of the curriculum.
+
+    Each step is counted at the stage's longest clip shape; steps with shorter clips cost less.
+    """
 
     name: str
     steps: int
@@ -130,7 +137,7 @@ class RunCost:
 
     @property
     def saving(self) -> FailureModel:
-        """Saves and failures in the last stage; stages differ in the interval only."""
+        """Model of checkpoints and failures in the last stage; only intervals differ by stage."""
         return self.stages[-1].failures
 
     @property
@@ -139,7 +146,7 @@ class RunCost:
 
     @property
     def num_saves(self) -> float:
-        """Number of saves of training whose results are kept."""
+        """Number of checkpoints saved in training whose results are kept; lost steps have none."""
         return sum(s.steps * s.step_seconds / s.failures.interval for s in self.stages)
 
     @property
@@ -163,7 +170,7 @@ class RunCost:
         return self.work_seconds / self.wall_seconds
 
     def at_best(self) -> "RunCost":
-        """Return the run's cost with the best interval between saves, of at least one step."""
+        """Return the run's cost with the best interval of checkpoints, of at least one step."""
         stages = []
         for stage in self.stages:
             best = stage.failures.with_best_interval()
@@ -184,11 +191,12 @@ def run_cost(
     """Predict the cost of a recipe's whole run; None if a step cannot be traced.
 
     Args:
-        known: forecast of the largest shape, whose block options all stages use.
-        phases: from the same forecast.
-        links: between ranks.
-        failures_per_day: that end a launch, over all nodes.
-        restart_seconds: None: an assumed time, and that of reading the newest save.
+        known: forecast of a step at the largest shape, whose block options all stages use.
+        phases: forecasts of encoding and sampling, made from the same forecast.
+        links: speeds of the links between ranks.
+        failures_per_day: number of failures per day, over all nodes, that end a launch.
+        restart_seconds: time of a restart; None: an assumed time, and that of reading the newest
+            save.
         storage: bytes per second that all ranks together write or read.
 
     Raises:
@@ -224,11 +232,7 @@ def run_cost(
 
 
 def refuse_no_progress(stage: StageCost) -> None:
-    """Refuse failures that are so frequent that hardly any save is completed.
-
-    Raises:
-        PlanError: the closed forms would predict years.
-    """
+    """Refuse to predict a run whose failures are so frequent that hardly any save completes."""
     model = stage.failures
     needed = model.cycle + model.write + model.restart
     if model.failures_per_day / DAY_SECONDS * needed > _MOST_LOST:
@@ -272,7 +276,7 @@ def _stage_cost(
 
 
 def _step_of(known: Forecast, stage: Stage) -> tuple[memory.MetaStep, StepTrace]:
-    """Trace a stage's step at its longest shape, with the block options of the run's largest."""
+    """Trace a stage's step at its longest shape, with the block options of the largest step."""
     assert known.chosen is not None
     options, trace = known.chosen
     step = known.step

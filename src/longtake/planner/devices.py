@@ -1,4 +1,4 @@
-"""Devices that can be planned for: their data sheets, and the memory that a plan may use."""
+"""Devices that a memory plan can be made for: their data sheets, and the memory it may use."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from longtake import config, errors
 from longtake.formatting import nearest
 
 Target = Literal["cuda", "cpu"]
-"""Kind of device whose kernels are predicted."""
+"""Type of device ("cuda" or "cpu") whose kernels a plan predicts."""
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,17 @@ class DeviceBudget:
 
     @property
     def granule(self) -> int:
-        """Bytes to whose multiples the device's allocator rounds sizes up."""
+        """Multiple of bytes to which the device's memory allocator rounds sizes up."""
         return CUDA_ROUNDS_TO if self.target == "cuda" else 1
 
     def flops(self, dtype: torch.dtype) -> float:
         return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
 
     def convolution_flops(self, dtype: torch.dtype) -> float:
-        """Return operations per second; cuDNN rounds fp32 to TF32, at half the rate of bf16."""
+        """Return operations per second of convolutions.
+
+        cuDNN rounds their fp32 operands to TF32, at half the rate of bf16.
+        """
         is_rounded = dtype == torch.float32 and self.target == "cuda" and cudnn.allow_tf32
         return max(self.fp32_flops, self.bf16_flops / 2) if is_rounded else self.flops(dtype)
 
@@ -66,10 +69,10 @@ class DeviceBudget:
 
 
 CUDA_ROUNDS_TO = 512
-"""Bytes to whose multiples CUDA's caching allocator rounds sizes."""
+"""Multiple of bytes to which CUDA's caching allocator rounds sizes."""
 
 SHARE_OF_BANDWIDTH = 0.8
-"""Share of a data sheet's bandwidth that kernels reach."""
+"""Share of the memory bandwidth in a data sheet that kernels reach."""
 
 _MIB = 2**20
 _SHARE_OF_HOST_BANDWIDTH = 0.8
@@ -78,10 +81,11 @@ rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
 SHARE_OF_HOST_MEMORY = 0.6
 """Share of host memory that may be pinned; the rest is for loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
-"""Memory of the assumed GPU, if there is none here and the recipe names neither."""
+"""Memory of the GPU that is assumed where there is none and the recipe names neither GPU nor
+memory."""
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
 _ALMOST = 0.99
-"""Share of its nominal size that a GPU's memory has at least: 48 GiB are a little less."""
+"""Least share of its nominal size that a GPU's memory really has: 48 GiB are a little less."""
 _NCCL_BYTES = 3 * 2**29
 """Memory for NCCL's buffers if there are several ranks; they take 0.5 to 1.5 GiB."""
 
@@ -151,7 +155,7 @@ _FLOPS_PER_BYTE = 200
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
 _UNITS = {"tflops": 1e12, "pflops": 1e15, "gb/s": 1e9, "tb/s": 1e12}
 CPU = DeviceBudget("cpu", "cpu", 1e12, 5e11, 2e10, None)
-"""The CPU: its memory is predicted; of its predicted times, only the order counts."""
+"""This machine's CPU as a device: its memory is predicted; its times can only be compared."""
 
 
 def rounded(number: int, multiple: int) -> int:
@@ -160,7 +164,7 @@ def rounded(number: int, multiple: int) -> int:
 
 
 def device_named(name: str) -> DeviceBudget:
-    """Return a known GPU by its name, or any device by its figures.
+    """Return the device that a text describes: the name of a known GPU, or figures with units.
 
     Raises:
         RecipeError: it is neither.
@@ -185,7 +189,7 @@ def _plain(name: str) -> str:
 
 
 def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
-    """Return a device by figures with units; None if the text has none."""
+    """Return the device described by figures with units; None if the text has none."""
     figures: dict[str, float] = {}
     for part in parts:
         match = _GIVEN.fullmatch(part.strip())
@@ -211,19 +215,19 @@ def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
 
 
 def with_host_memory(device: DeviceBudget, ram_bytes: int, ranks: int) -> DeviceBudget:
-    """Return a device in a machine with this much RAM, a part of which each rank may pin."""
+    """Return a device whose ranks share the page-locked part of `ram_bytes` of host RAM equally."""
     return replace(device, host_bytes=int(ram_bytes * SHARE_OF_HOST_MEMORY) // ranks)
 
 
 def device_budget(
     recipe: config.Recipe, target: Target | None = None, world_size: int = 1
 ) -> DeviceBudget:
-    """Return the device that a recipe names, or would be trained on here, with its memory.
+    """Return the device that a recipe names, or on which it would be trained here, with its memory.
 
     Args:
         recipe: may name a device and a memory.
-        target: kind of device on which kernels run, if that is certain, as in training.
-        world_size: processes of the launch.
+        target: type of device on which kernels run, if that is certain, as in training.
+        world_size: number of processes of the launch.
 
     Raises:
         RecipeError: there is no such device.
@@ -254,7 +258,7 @@ def device_budget(
 
 
 def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
-    """Choose the device of a recipe that names none: the GPU here, a usual GPU, or the CPU."""
+    """Choose a device for a recipe that names none: this machine's GPU, a usual GPU, or the CPU."""
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         unknown = DeviceBudget("", "cuda", 150e12, 40e12, 8e11, None)
@@ -276,7 +280,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def _of_label(label: str) -> DeviceBudget | None:
-    """Return the known GPU with a driver's label, such as "NVIDIA A100-SXM4-80GB"."""
+    """Return the known GPU that a driver calls, say, "NVIDIA A100-SXM4-80GB"; None if unknown."""
     words = set(re.findall(r"[a-z0-9]+", label.lower()))
     named = [
         device

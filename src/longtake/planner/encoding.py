@@ -1,4 +1,4 @@
-"""Memory and time of codec and text encoders at work, alone and beside the model."""
+"""Predicts memory and time of the codec and text encoders, alone and while the model trains."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,12 +18,16 @@ from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
 
 _FEW_FRAMES, _CHUNK = 9, 4
-"""Frames of a short traced clip, and frames added for a longer one: autoencoders of videos work in
-chunks of 4 or 8 frames, so that memory and time grow linearly from there."""
+"""Number of frames of a short clip that is traced through the codec, and of frames added for a
+longer one: autoencoders of videos work in chunks of 4 or 8 frames, so that memory and time grow
+linearly from there."""
 
 
 def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
-    """Make the encoders' weights fake tensors, inside a fake mode and before they are traced."""
+    """Turn the weights of codec and text encoders into fake tensors, so that they can be traced.
+
+    It is called inside a fake mode.
+    """
     for module in (*text.modules(), *codec.modules()):
         make_fake(module.eval())
 
@@ -36,9 +40,10 @@ def encoder_runs(
     bucket: Bucket,
     device: DeviceBudget,
 ) -> dict[str, Callable[[], InferenceTrace]]:
-    """Return functions that trace the encoders of a recipe at work, by phase: `text`, `encode`.
+    """Return functions that trace the memory and time of a recipe's encoders: `text` and `encode`.
 
-    The encoders must be fake. A text encoder encodes a caption of the greatest length.
+    The weights of codec and text encoder must be fake tensors. A text encoder encodes a caption of
+    the greatest length.
     """
     chosen = family(recipe.model.family)
     runs: dict[str, Callable[[], InferenceTrace]] = {}
@@ -52,7 +57,7 @@ def encoder_runs(
 
 
 def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
-    """Return the bucket that is larger to encode: the clip's, or that of one of its references."""
+    """Return the larger shape for the codec to encode: the clip's, or that of a reference image."""
     height, width = chosen.inputs.size(bucket)
     taken = chosen.inputs.names(recipe.model)[1]
     has_references = any(name in taken for name in recipe.model_inputs())
@@ -68,7 +73,7 @@ def clip_trace(
     work: Callable[[Codec, Bucket], Tensor],
     device: DeviceBudget,
 ) -> InferenceTrace:
-    """Trace `encode_clip` or `decode_video`; long clips are extrapolated from a few frames."""
+    """Trace the codec in `encode_clip` or `decode_video`; long clips are extrapolated."""
     modules: Sequence[nn.Module] = codec.modules()
 
     def of(num_frames: int) -> InferenceTrace:
@@ -103,7 +108,8 @@ def ahead_bytes(
     """Return the bytes that a step takes in addition if the next micro-batch is encoded meanwhile.
 
     They are the micro-batch's pixels and results, and the activations of an encoder for one clip or
-    caption, as these are encoded one by one. None if an encoder reads values, and cannot be traced.
+    caption, as these are encoded one by one. None if an encoder needs tensors' values, and so
+    cannot be traced.
     """
     bucket, chosen = batch.bucket, family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real

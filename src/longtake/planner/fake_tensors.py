@@ -17,11 +17,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from longtake.parallel.context_parallel import Ranks, TokenSharing
 
 Observer = Callable[[Any, Sequence[Any], dict[str, Any], Any], None]
-"""A function that is called with an operation, its args, its kwargs and its result."""
+"""A function that is called with each operation of a fake mode, its args, kwargs and result."""
 
 _DEVICE_OF = torch.ops.prim.device.default
 _PURE = ("aten", "prims", "longtake")
-"""Namespaces of operations whose results' shapes depend on the arguments' shapes only."""
+"""Namespaces of torch operations whose results' shapes depend on the arguments' shapes only."""
 _PLAIN = (
     int,
     float,
@@ -33,7 +33,8 @@ _PLAIN = (
     torch.layout,
     torch.memory_format,
 )
-"""Types of arguments and results, other than tensors, that are cached by value."""
+"""Types of an operation's arguments and results, other than tensors, that are part of cache
+keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class _Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Output:
-    """One output of an operation: a new tensor, a given one, a view of one, or a plain value."""
+    """One output of a cached operation: a new tensor, an argument, its view, or a plain value."""
 
     source: int | None = None  # index of the given tensor that it is, or whose storage it shares
     layout: _Layout | None = None  # None: a given tensor, or a plain value
@@ -57,7 +58,10 @@ class _Output:
 
 
 class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """A FakeTensorMode that caches results, and can be observed without a second dispatch mode."""
+    """A FakeTensorMode that caches operations' results, and reports operations to an observer.
+
+    The observer spares a second dispatch mode, which would be slow.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -70,7 +74,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
     @contextmanager
     def observed_by(self, observer: Observer) -> Iterator[None]:
-        """Report every operation inside the block to an observer."""
+        """Call an observer for every operation inside the context."""
         before, self._observer = self._observer, observer
         try:
             with self:
@@ -130,12 +134,15 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 def empty_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Create tensors of these shapes and types, in a fake mode without memory."""
+    """Create tensors of the same shapes and types in a fake mode, so that they take no memory."""
     return {name: torch.empty(x.shape, dtype=x.dtype) for name, x in tensors.items()}
 
 
 def _describe(values: Iterable[Any], parts: list[Any], given: list[FakeTensor]) -> bool:
-    """Add everything that a result's shape depends on to a key; False if that is unknown."""
+    """Add all facts of an operation's arguments on which its result's shape depends to a cache key.
+
+    Returns false if these facts cannot be told.
+    """
     for value in values:
         kind = type(value)
         if kind is FakeTensor:
@@ -166,7 +173,7 @@ def _is_simple(tensor: FakeTensor) -> bool:
 
 
 def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Output] | None:
-    """Describe an operation's outputs so that they can be made again; None if that is unknown."""
+    """Describe an operation's outputs for the cache, which makes them again; None if it cannot."""
     outputs, new = [], set[int]()
     for result in results:
         if type(result) in _PLAIN:
@@ -203,8 +210,8 @@ def _outputs(results: Iterable[Any], given: Sequence[FakeTensor]) -> list[_Outpu
 class FakeTokenSharing(TokenSharing):
     """The first of the context-parallel ranks, simulated in one process without the others.
 
-    It has the most tokens if they do not divide. Received tensors have a shape and no values; what
-    it sends is an operation that a trace sees.
+    It has the most tokens if they do not divide evenly. Received tensors have a shape and no
+    values; the sending is a custom operation that a trace sees.
     """
 
     def __init__(self, size: int, heads_size: int) -> None:
@@ -224,7 +231,7 @@ class FakeTokenSharing(TokenSharing):
 
 
 def sent_bytes(operation: Any, args: Sequence[Any]) -> tuple[int, int]:
-    """Return the bytes that the first rank sends in an exchange: all-to-all, and around a ring."""
+    """Return the bytes that the first context-parallel rank sends all-to-all, and in a ring."""
     if operation is not torch.ops.longtake.exchange.default:
         return 0, 0
     tensor, sent, _, among = args

@@ -1,4 +1,7 @@
-"""Forecasts before the first step whether a recipe fits and everything trains; reads no weights."""
+"""Forecasts before the first step whether a training fits the memory and reaches all parameters.
+
+No weights are read.
+"""
 
 import logging
 import traceback
@@ -32,16 +35,17 @@ from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recom
 from longtake.sampling.sampler import streams_for_sampling
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
-"""Prefixes of keys that leave a rank's operations in forward and backward pass unchanged."""
+"""Prefixes of recipe keys that leave a rank's operations in forward and backward pass unchanged, so
+that a change of theirs needs no new trace."""
 _PIXELS = 32
-"""Multiple to which heights and widths are rounded; codecs and patches of the shipped models divide
-it."""
+"""Multiple to which heights and widths of suggested clips are rounded; codecs and patches of the
+shipped models divide it."""
 _LEAST_PIXELS = 64
 
 
 @dataclass(frozen=True)
 class GradientFlow:
-    """Names of the trainable parameters that a backward pass reaches, and of the others."""
+    """Names of the trainable parameters that the backward pass reaches, and of the others."""
 
     reached: Sequence[str]
     unreached: Sequence[str]
@@ -60,15 +64,15 @@ class GradientFlow:
 
 @dataclass(frozen=True)
 class Forecast:
-    """Everything that is known about a step before it runs."""
+    """Everything that is predicted about a training step before it runs."""
 
     device: DeviceBudget
     step: memory.MetaStep
     static: StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace] = field(default_factory=dict)
-    """Traces by named policy; empty if the step cannot be traced. If nothing fits and weights can
-    be streamed, `all+stream` is the least that is possible."""
+    """Traces of the step by named recompute policy; empty if it cannot be traced. If nothing fits
+    and weights can be streamed, `all+stream` takes the least memory that is possible."""
     policies: Sequence[PolicyForecast] = ()
     best: solver.BestOptions | None = None  # fastest that fits; without a budget, all kept
     best_policy: PolicyForecast | None = None
@@ -97,12 +101,18 @@ class Forecast:
 
     @property
     def best_or_least(self) -> PolicyForecast | None:
-        """The best policy, or the least demanding one; None if nothing is traced."""
+        """Forecast of the best recompute policy; if none fits, of the one that takes least memory.
+
+        None if nothing is traced.
+        """
         return self.best_policy or (self.least if self.policies else None)
 
     @property
     def chosen(self) -> tuple[Options, StepTrace] | None:
-        """The best options, or those of the least demanding policy; None if nothing is traced."""
+        """Options and trace of the best mixture of blocks, or of the policy with least memory.
+
+        None if nothing is traced.
+        """
         if self.best is not None:
             return self.best.options, self.best.traced
         if not self.policies:
@@ -115,13 +125,13 @@ class Forecast:
 
     @property
     def pinned_host_bytes(self) -> int:
-        """Page-locked host memory of a rank under `best_or_least`."""
+        """Page-locked host memory of a rank, in bytes, under `best_or_least`."""
         row = self.best_or_least
         return 0 if row is None else row.host_bytes
 
     @property
     def needed_host_bytes(self) -> int:
-        """Host RAM of a node, of which only a share may be page-locked."""
+        """Host RAM that a node needs, in bytes; only a share of a node's RAM may be page-locked."""
         pinned = self.pinned_host_bytes + self.static.pinned_beside
         ranks = self.step.per_node or self.step.world_size
         unpinned = 2 * self.static.optimizer.host  # a checkpoint is written from copies
@@ -147,7 +157,7 @@ def forecast(
     quantized: Kinds | None = None,
     kernels: KernelChooser | None = None,
 ) -> Forecast:
-    """Trace a recipe's step under every policy, find the best that fits, and look for traps.
+    """Trace a recipe's step under every recompute policy, find the best that fits, and find traps.
 
     The arguments are those of `outline_step`; `kernels` chooses attention kernels.
 
@@ -205,7 +215,7 @@ _UNPLANNED = Trap(
 
 
 def check_gradients(step: memory.MetaStep) -> GradientFlow:
-    """Find the trainable parameters that a step reaches, and traps that keep it from others.
+    """Find the trainable parameters that gradients of a step reach, and traps that cut others off.
 
     Raises:
         PlanError: the step fails on tensors without values, or altogether.
@@ -244,7 +254,7 @@ _NUMPY_REFUSED = ".numpy() is not supported for tensor subclasses"
 
 @contextmanager
 def _torch_is_quiet() -> Iterator[None]:
-    """Silence torch's log of a wrong shape, which takes twenty lines; the error is clearer."""
+    """Silence torch's log of a wrong shape in a fake mode; the error says it in fewer lines."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -254,7 +264,7 @@ def _torch_is_quiet() -> Iterator[None]:
 
 
 def _where(error: Exception) -> str:
-    """Return the innermost line outside of torch and longtake in parentheses; may be empty."""
+    """Return the innermost code line of an error outside of torch and longtake, or ""."""
     known = (*torch.__path__, *longtake.__path__)
     frames = traceback.extract_tb(error.__traceback__)
     places = [frame for frame in frames if not frame.filename.startswith(known)]
@@ -264,9 +274,9 @@ def _where(error: Exception) -> str:
 
 
 def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list[Trap]:
-    """Find blocks that the recipe's policy recomputes for nothing, and policies that cost memory.
+    """Find blocks that are recomputed for nothing, and recompute policies that cost memory.
 
-    `traces` are by policy, and include `none`.
+    `traces` of the step are by policy, and include `none`.
     """
     traps = costly_policies({name: trace.peak_bytes for name, trace in traces.items()})
     policy, kept = step.recipe.recompute.chosen(), traces["none"]
@@ -300,7 +310,7 @@ def _find_best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestO
 
 @dataclass(frozen=True)
 class ChangedStep:
-    """The step of a changed recipe, with blocks run as the forecast chose."""
+    """The training step of a changed recipe, its blocks treated as the forecast chose."""
 
     step: memory.MetaStep
     trace: StepTrace
@@ -308,7 +318,10 @@ class ChangedStep:
 
 
 def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
-    """Forecast a step after changes of its recipe (as for `--set`); None if one is invalid."""
+    """Forecast a training step after changes of the recipe, written as for `--set`.
+
+    None if the changed recipe is invalid.
+    """
     chosen, step = known.chosen, known.step
     assert chosen is not None
     options, trace = chosen
@@ -334,7 +347,7 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A change of a recipe that does not fit, and the least memory of a step with it."""
+    """A suggested change of a recipe that does not fit, and the least memory of a step with it."""
 
     what: str
     changes: Sequence[str]  # in the form of `--set`
@@ -357,7 +370,7 @@ class Suggestion:
 
 
 def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ...]:
-    """Return the kinds of memory of which a policy needs more than there is."""
+    """Return the kinds of memory (GPU, host RAM) of which a recompute policy needs too much."""
     budget, kinds = step.device.budget_bytes, list[str]()
     if budget is not None and policy.step_peak_bytes > budget:
         kinds.append("GPU memory")
@@ -367,7 +380,7 @@ def short_memory(step: memory.MetaStep, policy: PolicyForecast) -> tuple[str, ..
 
 
 def suggest_changes(known: Forecast) -> list[Suggestion]:
-    """Try changes of a recipe that does not fit; the most helpful come first.
+    """Try changes of a recipe that does not fit the memory; return the most helpful first.
 
     If no single change is enough, the last suggestion makes all of them together.
     """
@@ -437,14 +450,14 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
 
 @dataclass(frozen=True)
 class EncodingAhead:
-    """The decision whether to encode one micro-batch ahead, on a separate stream."""
+    """Decision whether to encode the next micro-batch on a CUDA stream while the model trains."""
 
     num_bytes: int | None  # that a step takes in addition; None: an encoder cannot be traced
     is_chosen: bool
 
 
 def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> EncodingAhead | None:
-    """Decide `training.encode_ahead` = "auto" by the memory that a policy leaves.
+    """Decide `training.encode_ahead` = "auto" by the GPU memory that a recompute policy leaves.
 
     Returns:
         None if no encoder works in a step, on a CPU, or if the recipe says false.
@@ -486,20 +499,21 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseForecast(InferenceTrace):
-    """A trace of one part at work: encoders, codec or model alone, or a training step.
+    """Predicted memory and time of one phase of a run: encoders, codec, model, or a training step.
 
     Its seconds are those of one caption, clip or forward pass; for `step`, of all encoding by this
     process in one update; for `sampling`, of all presets on all processes together.
     """
 
     name: str
-    """`text`, `encode`, `step` (training while encoders work), `model`, `decode` or `sampling`."""
+    """Name of the phase: `text`, `encode`, `step` (training while encoders work), `model`, `decode`
+    or `sampling`."""
     fits: bool | None  # None: no budget
 
 
 @dataclass(frozen=True)
 class StoredStart:
-    """The LoRA of `trainable.init_from`, with which a run begins."""
+    """The LoRA weights of `trainable.init_from`, with which a run begins."""
 
     num_layers: int  # layers with LoRA in the file
     num_trained: int  # layers with LoRA in the model
@@ -507,7 +521,7 @@ class StoredStart:
 
 
 def stored_start(step: memory.MetaStep) -> StoredStart | None:
-    """Read the LoRA that `trainable.init_from` names; None if it is unset.
+    """Read sizes of the LoRA weights that `trainable.init_from` names; None if it is unset.
 
     Raises:
         ModelError, RecipeError: as `read_lora`, which training calls before its first step.
@@ -521,14 +535,14 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
 
 
 def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
-    """Forecast each phase of caching, training with encoders in the step, and sampling.
+    """Forecast memory and time of caching, of training with encoders in the step, and of sampling.
 
-    Clips are of the bucket with the most tokens, one at a time. A part that reads values cannot be
-    traced, and is left out.
+    Clips are of the bucket (clip shape) with the most tokens, one at a time. A part that needs
+    tensors' values cannot be traced, and is left out.
 
     Args:
-        step: of the recipe.
-        options: of the training's blocks; None: weights as the recipe has them.
+        step: training step of the recipe.
+        options: block options of the training; None: weights as the recipe has them.
     """
     components = outline(step.recipe)
     memory.quantize_as_given(components, step.recipe)
@@ -578,9 +592,9 @@ def _model_alone(
     components: Components,
     held: Sequence[BlockWeights],
 ) -> InferenceTrace:
-    """Trace a forward pass where only videos are sampled.
+    """Trace the model's forward pass in a process that only samples videos.
 
-    They are streamed only if the model does not fit otherwise. Quantised weights are as in
+    Blocks are streamed only if the model does not fit otherwise. Quantised weights are as in
     training.
     """
     blocks, budget = components.family.blocks(components.model), step.device.budget_bytes
@@ -614,7 +628,10 @@ def _model_alone(
 def _encoding_in_step(
     step: memory.MetaStep, traces: Mapping[str, InferenceTrace], weight_bytes: int
 ) -> InferenceTrace | None:
-    """Trace a training step while codec or text encoder works in it; None without these."""
+    """Add up memory and time of a training step while codec or text encoder works in it.
+
+    None if neither works in a step.
+    """
     encoders = [traces[name] for name in ("text", "encode") if name in traces]
     if not encoders:
         return None

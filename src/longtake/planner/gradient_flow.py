@@ -22,9 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 from longtake.models.numerics import in_backward
 
 ParameterSet = int
-"""A set of trainable parameters as bits: bit i stands for the i-th name."""
+"""A set of trainable parameters as the bits of an integer: bit i stands for the i-th name."""
 SECOND_TIME = "Trying to backward through the graph a second time"
-"""torch's message if a part of the graph is traversed again."""
+"""torch's message if a part of the autograd graph is traversed again."""
 
 _HALF = (torch.bfloat16, torch.float16)
 _DETACHES = (torch.Tensor.detach, torch.Tensor.detach_, torch.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
@@ -34,7 +34,7 @@ _CASTS = ("to", "float", "type", "type_as", "_to_copy")
 
 @dataclass(eq=False)
 class RecomputeRegion:
-    """One call of a checkpoint function, whose content is recomputed in the backward pass."""
+    """One call of a checkpoint function, whose contents are recomputed in the backward pass."""
 
     reentrant: bool
     where: str  # name of the module whose code opened it
@@ -48,12 +48,12 @@ class RecomputeRegion:
 
 @dataclass
 class ForwardPosition:
-    """The modules and recompute regions in which the forward pass is at present."""
+    """The modules and recompute regions that the forward pass has entered and not yet left."""
 
     blocks: Collection[str] = ()
-    """Names of modules that may run inside of an added module."""
+    """Names of the model's blocks, around which an added module may be."""
     modules: list[tuple[str, bool]] = field(default_factory=lambda: [("model", True)])
-    """Running modules, outermost first, each with whether gradients were on when it began."""
+    """Running modules, outermost first, each with whether gradients were enabled when it began."""
     regions: list[RecomputeRegion] = field(default_factory=list)  # open regions, outermost first
 
     @property
@@ -62,7 +62,7 @@ class ForwardPosition:
 
     @property
     def where(self) -> str:
-        """Name of the innermost running module, with the block that an added module is around."""
+        """Name of the innermost running module; if it was added, with the block that it wraps."""
         names = [name for name, _ in self.modules]
         after = next((name for name in reversed(names) if name in self.blocks), None)
         is_inside = after is None or f"{names[-1]}.".startswith(f"{after}.")
@@ -79,7 +79,7 @@ class ForwardPosition:
 
 @dataclass(frozen=True)
 class LostGradient:
-    """A place where the gradient of a tensor was lost."""
+    """A place in the forward pass where a tensor's connection to trainable parameters was cut."""
 
     where: str
     how: str  # `no_grad`, `detach`, or the name of a function without a derivative
@@ -95,7 +95,7 @@ class GradientDemand:
 
 
 class Provenance(TorchFunctionMode):
-    """Records the parameters behind each tensor, and the places where gradients are lost."""
+    """Records the trainable parameters behind each tensor, and the places where gradients end."""
 
     def __init__(
         self,
@@ -116,10 +116,10 @@ class Provenance(TorchFunctionMode):
         self.cuts: list[LostGradient] = []
         self.demands: list[GradientDemand] = []
         self.copies: dict[str, list[int]] = {}
-        """Bytes of fp32 copies of 16-bit tensors for trainable fp32 weights, by module."""
+        """Sizes in bytes of fp32 copies of 16-bit inputs to trainable fp32 weights, by module."""
 
     def of(self, values: Any) -> ParameterSet:
-        """Return the parameters behind the tensors in a value, which may be nested."""
+        """Return the parameters from which the tensors in a (nested) value were computed."""
         found = 0
         for tensor in tensors_in(values):
             found |= self._of.get(tensor, 0) | self._own.get(id(tensor), 0)
@@ -192,7 +192,7 @@ class Provenance(TorchFunctionMode):
 
 
 class GradientWatch:
-    """Observations of the forward and backward pass of one step, made inside of `watching`."""
+    """Gradient flow of one step's forward and backward pass, observed inside of `watching`."""
 
     def __init__(
         self, model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor]
@@ -214,9 +214,9 @@ class GradientWatch:
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass, unless the loss carries no gradient.
 
-        `Tensor.backward` would switch function modes off, and with them what stands in for
-        operations when blocks are recomputed; `torch.autograd.backward` does not. If a reentrant
-        region makes torch traverse something twice, `gone_twice` is set.
+        `Tensor.backward` would switch function modes off, and with them the replacements of
+        operations that recomputed blocks need; `torch.autograd.backward` does not. If a reentrant
+        region makes torch traverse a part of the graph twice, `gone_twice` is set.
         """
         if not loss.requires_grad:
             return
@@ -239,7 +239,7 @@ class GradientWatch:
         return [name for bit, name in enumerate(self.parameters) if parameters >> bit & 1]
 
     def register_hooks(self, model: nn.Module) -> Iterator[RemovableHandle]:
-        """Hook into the model's parameters and modules; yields the handles."""
+        """Register hooks that record gradients and running modules; yield their handles."""
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 hook: Any = parameter.register_post_accumulate_grad_hook
@@ -268,7 +268,7 @@ class GradientWatch:
 
     @contextmanager
     def region(self, reentrant: bool, args: Iterable[Any], by: str = "") -> Iterator[None]:
-        """Record a recompute region that is open during the context."""
+        """Record the call of a checkpoint function (a recompute region) inside the context."""
         if in_backward() or not torch.is_grad_enabled():
             yield
             return
@@ -294,7 +294,7 @@ class GradientWatch:
 def watching(
     model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Iterable[Tensor] = ()
 ) -> Iterator[GradientWatch]:
-    """Watch the forward and backward pass that run in the context."""
+    """Record the gradient flow of the forward and backward pass that run in the context."""
     watch = GradientWatch(model, blocks, inputs)
     with ExitStack() as hooks:
         for handle in watch.register_hooks(model):
@@ -341,7 +341,7 @@ def _regions_reported_to(watch: GradientWatch) -> Iterator[None]:
 
 @contextmanager
 def checkpoint_is_quiet() -> Iterator[None]:
-    """Silence torch's warnings about checkpoint calls: a trap tells which call, and what to do."""
+    """Silence torch's warnings about checkpoint calls, as a trap reports call and remedy."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
         warnings.filterwarnings("ignore", "torch.utils.checkpoint.*the use_reentrant parameter")

@@ -1,4 +1,4 @@
-"""Bytes that kernels save for the backward pass, and their workspaces, on CUDA and on a CPU.
+"""Predicts bytes that CUDA and CPU kernels save for the backward pass, and their workspaces.
 
 Fake tensors live on the CPU, where torch decomposes some operations that are one kernel on CUDA.
 Each part would save activations, so that predictions were a sixth to a third too high.
@@ -54,7 +54,7 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def cuda_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes that a CUDA kernel allocates and frees before it returns, if they are many.
+    """Return the bytes of a CUDA kernel's workspace, which it frees before it returns; 0 if few.
 
     FlashAttention's backward pass in torch (mha_bwd in flash_api.cpp) sums the queries' gradient in
     fp32 and keeps a number per row; both are padded to whole tiles. It copies a gradient that is
@@ -82,7 +82,7 @@ def _cuda_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Compute FlashAttention if CUDA would choose it, else the memory-efficient kernel.
+    """Compute attention by the kernel that CUDA would choose: FlashAttention, or memory-efficient.
 
     Both save queries, keys, values, output and one number per row.
     """
@@ -119,7 +119,7 @@ def _cuda_attention(
 def _chosen(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> attention_rules.Kernel:
-    """Return the kernel that was found for this GPU, or that torch would choose.
+    """Return the attention kernel that was found correct on this GPU, or that torch would choose.
 
     cuDNN's counts as one of the others, which save the same tensors.
     """
@@ -137,7 +137,7 @@ def _chosen(
 def _cuda_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> attention.AttentionKernel | None:
-    """Choose the kernel for an attention whose result is saved."""
+    """Choose the CUDA kernel for an attention whose result is kept for recomputation."""
     kernel = _chosen(query, key, value, mask, bool(how.get("is_causal")))
     return {"flash": attention.FLASH, "efficient": attention.EFFICIENT}.get(kernel)
 
@@ -220,7 +220,7 @@ _fused_rms_norm.register_autograd(_rms_norm_backward, setup_context=_save_for_ba
 
 
 def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes that a CPU kernel allocates and frees before it returns.
+    """Return the bytes of a CPU kernel's workspace, which it frees before it returns.
 
     The formulas are exact to the byte on torch 2.13, measured with the profiler's allocator events.
     oneDNN's own scratchpads (bf16 products, convolutions) depend on the processor and have no
@@ -233,10 +233,11 @@ def cpu_workspace_bytes(operation: Any, args: Sequence[Any], made: Sequence[Tens
 
 
 def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Tensor]:
-    """Wrap a block that the CPU recomputes; returns a function and its first argument.
+    """Wrap a block that is recomputed, so that the saved state of the CPU's random numbers counts.
 
-    They stand for the state of the CPU's random numbers, which torch saves for each such block, and
-    once more while it is recomputed. For a GPU that state is in host memory too.
+    Returns a function and its first argument, a tensor of the state's size. torch saves the state
+    for each such block, and once more while it is recomputed. For a GPU that state is in host
+    memory too.
     """
 
     def call(state: Tensor, *args: Any) -> Any:
@@ -249,7 +250,10 @@ def with_random_state(block: Callable[..., Any]) -> tuple[Callable[..., Any], Te
 
 
 def _attention_bytes(args: Sequence[Any]) -> int:
-    """Return bytes: for each thread a tile of scores, its maxima and sums, and an output tile."""
+    """Return the workspace bytes of attention on a CPU.
+
+    Each thread has a tile of scores, its maxima and sums, and an output tile.
+    """
     query, key = args[0], args[1]
     rows, columns = _tile(query, key)
     elements = rows * columns + 2 * rows + rows * query.shape[-1]
@@ -258,7 +262,10 @@ def _attention_bytes(args: Sequence[Any]) -> int:
 
 
 def _attention_backward_bytes(args: Sequence[Any]) -> int:
-    """Return bytes: for each thread two tiles of scores and row sums; a copy of the gradient."""
+    """Return the workspace bytes of the backward pass of CPU attention.
+
+    Each thread has two tiles of scores, and row sums; a strided gradient is copied.
+    """
     gradient, query, key = args[:3]
     rows, columns = _tile(query, key)
     scores = 2 * rows * columns
@@ -279,7 +286,10 @@ def _narrow_bytes(tensor: Tensor) -> int:
 
 
 def _layer_norm_backward_bytes(args: Sequence[Any]) -> int:
-    """Return bytes per call: for each thread the gradients of weight and bias, if wanted."""
+    """Return the workspace bytes of layer norm's backward pass on a CPU.
+
+    Each thread has gradients of weight and bias, if one of them is wanted.
+    """
     tensor, shape, wanted = args[1], args[2], args[7]
     if not any(wanted[1:]):
         return 0
@@ -288,7 +298,7 @@ def _layer_norm_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def _widened_bytes(args: Sequence[Any], made: Sequence[Tensor]) -> int:
-    """Return the bytes of fp32 copies of narrower operands, which the CPU makes for mixed types."""
+    """Return the bytes of fp32 copies that a CPU operation makes of operands in narrower types."""
     widest = max((tensor.itemsize for tensor in made if tensor.is_floating_point()), default=0)
     return sum(
         value.numel() * widest

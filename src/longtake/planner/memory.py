@@ -38,13 +38,14 @@ from longtake.planner.trace import StepTrace, Subject, Tracer
 _EIGHT_BIT_MAP_BYTES = 256 * 4
 """Bytes of the table of 256 levels of an 8-bit optimizer state; each state has its own."""
 _EIGHT_BIT_STEP_BYTES = 8
-"""Bytes of an 8-bit update per element of the largest parameter; measured on a CPU."""
+"""Bytes that an 8-bit optimizer's update takes per element of the largest parameter; measured on a
+CPU."""
 _GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time: see `_elsewhere_bytes`
 
 
 @dataclass(frozen=True)
 class MetaStep:
-    """A micro-batch's forward and backward pass on meta tensors, ready to be traced."""
+    """Training step of a recipe's largest micro-batch, ready to be traced on meta tensors."""
 
     recipe: Recipe
     components: Components  # on the meta device
@@ -58,7 +59,7 @@ class MetaStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of one sample that attend to each other, with text and references."""
+        """Number of tokens of one sample that attend to each other, with text and references."""
         return self.batch.num_tokens // self.batch.micro_batch_size
 
     @property
@@ -67,7 +68,7 @@ class MetaStep:
 
     @property
     def is_accumulating(self) -> bool:
-        """True if an update of some stage has several micro-batches."""
+        """True if an optimizer update of some stage sums gradients of several micro-batches."""
         return any(batch.num_micro_batches > 1 for batch in self.stages)
 
     @property
@@ -99,14 +100,14 @@ def outline_step(
     per_node: int | None = None,
     quantized: Kinds | None = None,
 ) -> MetaStep:
-    """Outline a recipe's largest step over all stages; reads neither catalog nor weights.
+    """Outline a recipe's largest training step over all stages; reads neither catalog nor weights.
 
     Args:
-        recipe: of the step.
-        device: that is planned for.
-        world_size: processes of the launch.
-        per_node: processes of one node; None: all.
-        quantized: kinds that a run with model.quantize = "auto" chose before, and keeps.
+        recipe: recipe of the training.
+        device: device that is planned for.
+        world_size: number of processes of the launch.
+        per_node: number of processes of one node; None: all.
+        quantized: kinds of quantisation that an earlier launch chose for model.quantize = "auto".
 
     Raises:
         RecipeError: the recipe's parts do not fit together, or a rank would have no clip.
@@ -154,7 +155,7 @@ def outline_step(
 
 
 def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components:
-    """Build a recipe's parts on the meta device, as one of its ranks trains them."""
+    """Build the model, codec and text encoder on the meta device, as one rank trains them."""
     components = outline(recipe, _captions(recipe))
     refuse_sharing(components, recipe)
     family, model = components.family, components.model
@@ -172,7 +173,7 @@ def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components
 def quantize_as_given(
     components: Components, recipe: Recipe, quantized: Kinds | None = None
 ) -> None:
-    """Quantise blocks as the recipe says, or as an earlier launch chose with "auto"."""
+    """Quantise the model's blocks as the recipe says, or as an earlier launch chose with "auto"."""
     names = {module: name for name, module in components.model.named_modules()}
     named = recipe.model.quantize
     for block in components.family.blocks(components.model):
@@ -194,7 +195,7 @@ def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
 def _offered_weights(
     recipe: Recipe, blocks: Sequence[nn.Module], may_stream: bool, quantized: Kinds | None
 ) -> tuple[BlockWeights, ...]:
-    """List a plan's choices for the frozen weights of blocks; named policies use the first.
+    """List the treatments of blocks' frozen weights that a plan may choose; policies use the first.
 
     If the recipe names a kind of quantisation, the model is quantised already, and `keep` keeps it
     so.
@@ -212,7 +213,10 @@ def _offered_weights(
 
 
 def _captions(recipe: Recipe) -> list[str]:
-    """Read the captions for a vocabulary; empty if none is made, or a catalog is missing."""
+    """Read the captions from which a text encoder of kind "words" makes its vocabulary.
+
+    Empty for other kinds, or if a catalog is missing.
+    """
     sources = recipe.data.sources()
     if recipe.text.kind != "words" or not all(path.is_file() for path in sources.values()):
         return []
@@ -225,7 +229,7 @@ def _captions(recipe: Recipe) -> list[str]:
 def _make_subject(
     recipe: Recipe, components: Components, largest: StageBatch, precision: numerics.Precision
 ) -> Subject:
-    """Describe the model and its loss on one micro-batch, whose tensors are created when traced."""
+    """Describe the model and its loss for a tracer, which creates the input tensors itself."""
     family, model = components.family, components.model
     bucket, batch_size = largest.bucket, largest.micro_batch_size
     shape = latent_shape(components.codec, bucket)
@@ -256,13 +260,13 @@ def optimizer_bytes(
     device_type: str = "cuda",
     held: Callable[[int], int] = int,
 ) -> OptimizerBytes:
-    """Predict the memory of `build_optimizers`' result; the model may be on the meta device.
+    """Predict the memory that a recipe's optimizers take; the model may be on the meta device.
 
     Args:
-        model: with trainable parameters.
-        blocks: of the model.
-        section: of the recipe.
-        precision: of the training.
+        model: model with trainable parameters.
+        blocks: the model's blocks.
+        section: the recipe's optimizer section.
+        precision: precision of the training.
         device_type: "cpu" or "cuda"; states are offloaded from "cuda" only.
         held: memory that an allocator takes for a tensor, both in bytes.
     """
@@ -305,7 +309,7 @@ def optimizer_bytes(
 
 
 def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
-    """Return the bytes of gradients that an update converts to fp32, one batch at a time."""
+    """Return the bytes of gradients that AdamW's update converts to fp32, one batch at a time."""
     if offloaded:  # on the host; but masters were made on the device, one by one
         return max((4 * p.numel() for p in parameters if p.dtype != torch.float32), default=0)
     rounded = (
@@ -316,10 +320,11 @@ def _adamw_step_bytes(parameters: Sequence[Tensor], offloaded: bool) -> int:
 
 
 def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
-    """Return the bytes of Muon's largest batch: directions in fp32, and the iteration's tensors.
+    """Return the most bytes of an update by Muon: directions in fp32, and the iteration's tensors.
 
     In the iteration's type these are the stack, x twice, A and A^2. If that is narrower than fp32,
-    the results are converted back one at a time beside directions, stack and results.
+    the results are converted back one at a time, while directions, stack and results are still
+    there.
     """
     most = 0
     for batch in muon.in_batches(parameters):
@@ -331,7 +336,7 @@ def _muon_step_bytes(parameters: list[nn.Parameter], width: int) -> int:
 
 
 def foreach_bytes(model: nn.Module) -> int:
-    """Return the bytes that torch's default AdamW, by `foreach`, would take in addition.
+    """Return the bytes that an update by torch's default (`foreach`) AdamW would take in addition.
 
     It keeps the roots of all second moments at once, which longtake's fused updates never do.
     """
@@ -341,12 +346,14 @@ def foreach_bytes(model: nn.Module) -> int:
 def static_memory(
     step: MetaStep, input_bytes: int = 0, weight_bytes: int | None = None
 ) -> StaticMemory:
-    """Predict the memory that every policy takes on one process.
+    """Predict the memory of one process that does not depend on how blocks are recomputed.
+
+    It holds weights, gradients, optimizer states, averages, encoders and inputs.
 
     Args:
-        step: to predict.
-        input_bytes: of one micro-batch.
-        weight_bytes: of the model on the device, if some weights are streamed or quantised.
+        step: training step to predict.
+        input_bytes: bytes of one micro-batch's inputs.
+        weight_bytes: bytes of the model on the device, if some weights are streamed or quantised.
     """
     recipe, components, shards = step.recipe, step.components, step.num_shards
     model, target = components.model, step.device.target
@@ -393,10 +400,10 @@ def pinned_beside_bytes(
     device: DeviceBudget,
     shards: int,
 ) -> int:
-    """Return page-locked bytes of a process beside streamed weights and offloaded activations.
+    """Return the page-locked host bytes of a process for checkpoints and offloaded optimizers.
 
-    These hold a checkpoint's states while they are written in the background, and gradients on
-    their way to an offloaded optimizer.
+    They hold a checkpoint's states while they are written in the background, and gradients on their
+    way to an offloaded optimizer. Streamed weights and offloaded activations are not included.
     """
     if device.target != "cuda":
         return 0
@@ -428,10 +435,10 @@ def pinned_beside_bytes(
 def policy_forecast(
     policy: str, trace: StepTrace, step: MetaStep, overhead: float | None = None
 ) -> PolicyForecast:
-    """Predict the memory and time of a step, from its trace and the memory beside it.
+    """Predict the memory and time of a step: its trace, plus optimizer states and all that stays.
 
-    On several processes it is an estimate, as FSDP2's are the only buffers of collectives that
-    count.
+    On several processes it is an estimate, as of the buffers of collectives only FSDP2's are
+    included.
     """
     static = static_memory(step, trace.input_bytes, trace.weight_bytes)
     budget_bytes = step.device.budget_bytes
@@ -460,10 +467,10 @@ def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
 
 
 def _elsewhere_bytes(step: MetaStep) -> int:
-    """Return the bytes of weights on other ranks, less those that are gathered here at a time.
+    """Return the bytes of weights that are on other ranks only, for a model sharded by FSDP2.
 
-    FSDP2 gathers copies of the running and of the next block, and keeps the buffer of the
-    all-gather before.
+    Weights that this rank gathers at a time are subtracted: FSDP2 gathers copies of the running and
+    of the next block, and keeps the buffer of the all-gather before.
     """
     if step.num_shards == 1:
         return 0

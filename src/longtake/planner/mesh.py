@@ -1,4 +1,4 @@
-"""Predicts the traffic between the ranks of a mesh in a step, and the time that it adds.
+"""Predicts the network traffic between the ranks in a training step, and the time that it adds.
 
 Bytes are those of ring algorithms, which no other undercuts by more than a constant. If n ranks
 gather or reduce-scatter S bytes, each sends (n - 1) / n S; in an all-reduce, twice that; in an
@@ -23,13 +23,16 @@ from longtake.planner.trace import StepTrace
 MUCH_EXPOSED = 0.05
 """Share of a step's time that communication adds, below which no change is advised."""
 SHARE_OF_LINK = 0.8
-"""Share of a data sheet's rate that collectives of megabytes reach on NVLink and InfiniBand."""
+"""Share of a link's nominal rate that collectives of megabytes reach on NVLink and InfiniBand."""
 _GB = 1e9
 
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes per second that one GPU can send while it receives the same."""
+    """Speed of the links of one GPU, within its node and to other nodes, in bytes per second.
+
+    It can send at this speed while it receives at the same.
+    """
 
     node: float  # to GPUs of its node
     network: float  # to other nodes: the GPU's share of its node's network
@@ -67,7 +70,7 @@ _OF_DEVICES = {
 
 
 def links_of(device: DeviceBudget) -> Links:
-    """Return the usual links between GPUs of a kind; PCIe for an unknown kind."""
+    """Return the usual links between GPUs of this model; PCIe for an unknown one."""
     if device.target == "cpu":
         return _LOOPBACK
     label = device.name.lower().replace(" ", "").replace("-", "")
@@ -95,7 +98,7 @@ def links_named(text: str, device: DeviceBudget) -> Links:
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks that take part in one collective."""
+    """Ranks that take part in one collective operation."""
 
     size: int
     in_node: int  # ranks of one node
@@ -109,7 +112,7 @@ class RankGroup:
 
 @dataclass(frozen=True)
 class FsdpUnit:
-    """Parameters gathered and reduced together: a block, a part in another dtype, or the rest."""
+    """Parameters that FSDP2 gathers together: a block's, those of another dtype, or the rest."""
 
     block: str | None  # name of the block that it is, or belongs to
     is_rest: bool  # the root, which FSDP2 gathers once for both passes
@@ -140,10 +143,10 @@ class Traffic:
 
 
 def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
-    """Count the bytes that the ranks of a step send each other.
+    """Count the bytes that the ranks send each other in a training step.
 
-    Neighbouring ranks hold a copy of the model and share clips, so that most traffic stays in a
-    node.
+    Ranks next to each other hold a copy of the model and share clips, so that most traffic stays in
+    a node.
     """
     sharing, num_heads = step.recipe.parallel.context, step.components.family.block.num_heads
     heads = heads_size(num_heads(step.components.model), sharing, step.per_node)
@@ -175,7 +178,7 @@ def traffic_of(step: MetaStep, trace: StepTrace) -> Traffic:
 
 
 def fsdp_units(step: MetaStep) -> list[FsdpUnit]:
-    """List the units that `longtake.parallel.fsdp.apply_fsdp` makes, in forward order.
+    """List the groups of parameters that `longtake.parallel.fsdp.apply_fsdp` makes, in their order.
 
     If each rank holds the whole model there is one: nothing is gathered, and gradients are reduced
     when all are there.
@@ -208,7 +211,7 @@ def _fsdp_unit(
 
 @dataclass(frozen=True)
 class BlockTiming:
-    """Seconds of one block, or of everything outside of blocks, in one micro-batch."""
+    """Seconds of compute and communication of one block, or outside of blocks, in a micro-batch."""
 
     forward: float
     backward: float  # 0 where no gradient passes
@@ -219,7 +222,7 @@ class BlockTiming:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """Timings of one update: its blocks in order, and the rest.
+    """Timings of one optimizer update over several ranks: its blocks in order, and the rest.
 
     The order of operations is FSDP2's (torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py):
     while one block is computed, the next one's weights are gathered, and in the backward pass the
@@ -245,7 +248,10 @@ class StepTimeline:
         return self.num_micro_batches * sum(each.forward + each.backward for each in timings)
 
     def without(self, *names: str) -> "StepTimeline":
-        """Return the timeline without `gather`, `scatter`, `reduce`, `waits` or `ring_waits`."""
+        """Return this timeline as if some operations took no time.
+
+        They are named `gather`, `scatter`, `reduce`, `waits` or `ring_waits`.
+        """
         waits = 0.0 if "waits" in names else self.waits
         ring_waits = 0.0 if "ring_waits" in names else self.ring_waits
         none = {name: 0.0 for name in names if name not in ("waits", "ring_waits")}
@@ -254,7 +260,10 @@ class StepTimeline:
         return replace(self, blocks=blocks, rest=rest, waits=waits, ring_waits=ring_waits)
 
     def micro_batch_seconds(self) -> float:
-        """Simulate both passes on three streams that wait for each other; return the seconds."""
+        """Simulate compute, gathers and reductions of a micro-batch, which wait for each other.
+
+        Returns its seconds.
+        """
         compute = link = self.rest.gather
         begun = [0.0, 0.0]
         for timing in self.blocks:
@@ -266,7 +275,7 @@ class StepTimeline:
         return self._backward_end(compute + self.rest.forward, max(link, compute))
 
     def _backward_end(self, compute: float, link: float) -> float:
-        """Return the time at which all is reduced, given that at which the loss is known."""
+        """Return the time at which all gradients are reduced; arguments are times at the loss."""
         timings = [timing for timing in reversed(self.blocks) if timing.backward]
         gathers = [*(timing.gather for timing in timings), 0.0]
         ready = link = link + gathers[0]
@@ -282,7 +291,7 @@ class StepTimeline:
 
 
 def timeline_of(step: MetaStep, trace: StepTrace, traffic: Traffic, links: Links) -> StepTimeline:
-    """Return the timeline of a step whose compute was traced, over these links."""
+    """Combine a step's traced compute with the time of its traffic over these links."""
     units = fsdp_units(step)
 
     def timing(block: str | None, forward: float, backward: float) -> BlockTiming:
@@ -321,8 +330,8 @@ class CommCost:
     """Traffic of each rank in one step for one purpose."""
 
     what: str
-    """Purpose: weights, gradients to shards, gradients (between copies of the model), tokens, or
-    keys and values."""
+    """Purpose of the traffic: weights, gradients to shards, gradients (between copies of the
+    model), tokens, or keys and values."""
     ranks: int  # ranks of each collective
     over: str  # slowest of its links: node or network
     num_bytes: int
@@ -332,7 +341,7 @@ class CommCost:
 
 @dataclass(frozen=True)
 class MeshAdvice:
-    """A change of the recipe that shortens a step, and the time and memory of a step with it."""
+    """A change of the recipe that makes a step over several ranks faster; its time and memory."""
 
     changes: Sequence[str]  # in the form of `--set`
     step_seconds: float
@@ -342,7 +351,7 @@ class MeshAdvice:
 
 @dataclass(frozen=True)
 class MeshForecast:
-    """One update of all ranks, without the optimizer."""
+    """Forecast of one update over all ranks, its traffic and time, without the optimizer."""
 
     links: Links
     num_shards: int
@@ -352,7 +361,8 @@ class MeshForecast:
     step_seconds: float
     idle_share: float  # share of a batch's places that stay empty, since it does not divide
     advice: Sequence[MeshAdvice] = ()
-    """Changes that shorten a step, best first; empty if little time is exposed."""
+    """Changes of the recipe that make a step faster, best first; empty if ranks wait little for the
+    network."""
 
     @property
     def num_bytes(self) -> int:
@@ -364,7 +374,7 @@ class MeshForecast:
 
 
 def mesh_forecast(known: Forecast, links: Links) -> MeshForecast | None:
-    """Forecast the traffic between ranks; None for a single process, or if nothing was traced."""
+    """Forecast the network traffic between ranks; None for one process or without a trace."""
     if known.step.world_size == 1 or known.chosen is None:
         return None
     _, trace = known.chosen

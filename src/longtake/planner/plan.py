@@ -1,4 +1,7 @@
-"""The memory plan of a training: refuses fatal traps, chooses options, and is kept for restarts."""
+"""The memory plan of a training: refuses fatal traps, chooses how blocks run, and is kept.
+
+A restart reads the kept plan from the run directory.
+"""
 
 import hashlib
 import json
@@ -42,12 +45,12 @@ from longtake.trust import training_classes
 
 _LIBRARIES = ("torch", "diffusers", "transformers", "peft")
 _FREE_STEP_BYTES = 2**28
-"""Bytes to whose multiples free memory is rounded down, so that a restart keeps its plan."""
+"""Multiple of bytes to which free GPU memory is rounded down, so that a restart keeps its plan."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan(MemoryPlan):
-    """A run's memory plan, with the attention kernels that it counts on."""
+    """A run's memory plan, with the attention kernels for which it holds."""
 
     attention: attention_check.AttentionAnswer | None = None  # None: no GPU here to try kernels on
 
@@ -59,16 +62,16 @@ def plan_for_training(
     world: World,
     free_bytes: int | None = None,
 ) -> TrainingPlan:
-    """Return the plan that an earlier launch kept under equal conditions, or else a new one.
+    """Return the memory plan that an earlier launch kept under equal conditions, or make a new one.
 
     All ranks must call it; they get rank 0's plan.
 
     Args:
-        recipe: to train.
-        precision: chosen for the training.
+        recipe: recipe to train.
+        precision: precision chosen for the training.
         run: directory in which `keep_plan` keeps the plan.
-        world: the ranks.
-        free_bytes: of the device, if the recipe names no memory: see `free_memory`.
+        world: all ranks of the launch.
+        free_bytes: free memory of the device, if the recipe names no memory: see `free_memory`.
 
     Raises:
         PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
@@ -98,13 +101,14 @@ def make_plan(
     free_bytes: int | None = None,
     quantized: Kinds | None = None,
 ) -> TrainingPlan:
-    """Make a plan, which checks that everything trains and fits; all ranks must call it.
+    """Make a memory plan, which checks that everything trains and fits; all ranks must call it.
 
     The arguments are those of `plan_for_training`, and `quantized`: the kinds to which the run's
     blocks are quantised already.
 
     Raises:
-        PlanError: a trainable parameter would get no gradient, or no policy fits the memory.
+        PlanError: a trainable parameter would get no gradient, or no recompute policy fits the
+            memory.
     """
     resolved = recipe.training.model_copy(update={"precision": precision})
     wanted = recipe.model_copy(update={"training": resolved})
@@ -138,7 +142,7 @@ def _with_its_kernels(plan: TrainingPlan) -> TrainingPlan:
 
 
 def run_blocks(options: Options, components: Components) -> None:
-    """Make a model run its blocks by these options from now on."""
+    """Make a model run each block by its option: how its activations are kept or recomputed."""
     if all(option == KEEP for option in options.values()):
         return
     names = dict(components.model.named_modules())
@@ -168,7 +172,7 @@ def _try_to_plan(
     quantized: Kinds | None,
     kernels: attention_check.KernelChooser | None,
 ) -> TrainingPlan | LongtakeError:
-    """Make a plan, or return the error, which can then reach every rank."""
+    """Make a memory plan on rank 0, or return the error, so that it can be sent to every rank."""
     attention_rules.CHOICES.clear()  # attention is traced as by kernels that can be tried
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     device = _training_device(recipe, world)
@@ -201,7 +205,10 @@ def _try_to_plan(
 
 
 def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> TrainingPlan:
-    """Plan a policy that the recipe names; predicts memory if it recomputes or has a limit."""
+    """Plan a recompute policy that the recipe names, rather than "best".
+
+    Memory is predicted only if the policy recomputes or the memory has a limit.
+    """
     policy = step.recipe.recompute.chosen()
     options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
     try:
@@ -255,7 +262,7 @@ def _plan(
 
 
 def does_not_fit(known: Forecast) -> PlanError:
-    """Build the error that tells how much memory is missing, and what to change."""
+    """Build the error of a training that does not fit: missing memory, and changes that help."""
     device, policy = known.device, known.step.recipe.recompute.chosen()
     assert device.budget_bytes is not None
     budget = format_size(device.budget_bytes)
@@ -283,9 +290,10 @@ def keep_plan(
     world: World,
     free_bytes: int | None = None,
 ) -> None:
-    """Keep the plan in the run directory, so that a restart need not plan again (rank 0).
+    """Write the memory plan to the run directory, so that a restart need not plan again (rank 0).
 
-    With classes of the user's own nothing is kept, since changes of their code are not detected.
+    With model classes of the user's own nothing is kept, since changes of their code are not
+    detected.
     """
     if not training_classes(recipe):
         key = _plan_key(recipe, precision, world, free_bytes)
@@ -299,7 +307,7 @@ def keep_plan(
 def _plan_key(
     recipe: config.Recipe, precision: Precision, world: World, free_bytes: int | None
 ) -> str:
-    """Return a checksum of everything that a plan depends on."""
+    """Return a checksum of everything that a memory plan depends on."""
     facts = {
         "recipe": config.dump(config.kept(recipe)),
         "precision": precision,

@@ -13,12 +13,12 @@ _MARK = "longtake mark: "
 
 @dataclass
 class MeasuredMemory:
-    """Bytes allocated above those at the start; complete once the measured block has ended.
+    """Measured bytes of tensors above those at the start; complete when the measured block ends.
 
     On CUDA these are the caching allocator's bytes of tensors, rounded to 512; the cache beyond
     them, the CUDA context and workspaces of libraries are not included. On a CPU they are the bytes
-    that torch's allocator was asked for. A CPU tensor that is older than the measurement never
-    counts, even if it is freed.
+    that torch's allocator was asked for. A CPU tensor that is older than the measurement is never
+    included, even if it is freed.
     """
 
     peak_bytes: int = 0  # highest total
@@ -41,7 +41,7 @@ class _CpuMemory(MeasuredMemory):
             pass
 
     def fold(self, events: list[Any]) -> None:
-        """Add up the profiler's allocator events."""
+        """Add up the allocations and releases that torch's profiler recorded on the CPU."""
         sizes: dict[int, int] = {}
         total = peak = 0
         # The profiler has a tree of events per thread.
@@ -75,7 +75,7 @@ class _CudaMemory(MeasuredMemory):
         self.peak_bytes = max(self.peak_bytes, peak)
 
     def _now(self) -> tuple[int, int]:
-        """Return the total, and its peak since the last call."""
+        """Return the GPU's allocated bytes since the start, and their peak since the last call."""
         total = torch.cuda.memory_allocated(self._device) - self._start
         return total, (take_peak(self._device) or 0) - self._start
 

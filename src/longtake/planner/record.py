@@ -29,7 +29,7 @@ _Note = Annotated[str, Field(max_length=4000)]
 _Signed = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]
-"""Treatment of the tensors that a block's forward pass leaves to its backward pass."""
+"""Treatment of the activations that a block's forward pass leaves for its backward pass."""
 BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
 """Treatment of a block's frozen weights: `keep` leaves them on the device; `stream` keeps them in
 host memory, and copies them while the block before runs; the other kinds quantise them on the
@@ -51,11 +51,12 @@ class BlockOption:
 
 KEEP = BlockOption()
 Options = Mapping[_Name, BlockOption]
-"""Options of blocks by name; a block without an entry is kept."""
+"""Option of each block (treatment of activations and weights) by the block's name; a block without
+an entry is kept."""
 
 
 def blocks_by_option(options: Options) -> list[tuple[BlockOption, int, str]]:
-    """Group blocks by option: the option, its number of blocks, and their names as ranges."""
+    """Group blocks with the same option: option, number of blocks, and their names as ranges."""
     names: dict[BlockOption, list[str]] = {}
     for name, option in options.items():
         names.setdefault(option, []).append(name)
@@ -63,10 +64,10 @@ def blocks_by_option(options: Options) -> list[tuple[BlockOption, int, str]]:
 
 
 def name_ranges(names: Sequence[str]) -> str:
-    """Shorten names to ranges: blocks.0, blocks.1 and blocks.3 become blocks.0-1, 3."""
+    """Shorten names of blocks to ranges: blocks.0, blocks.1 and blocks.3 become blocks.0-1, 3."""
 
     def split(name: str) -> tuple[str, bool]:
-        """Return a name without its number, and whether it has one."""
+        """Return a block's name without its number, and whether it has a number."""
         front, _, end = name.rpartition(".")
         return (front, True) if end.isdecimal() else (name, False)
 
@@ -79,7 +80,7 @@ def name_ranges(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class OptimizerBytes:
-    """Bytes of a model's optimizers, without its weights and gradients."""
+    """Bytes that a model's optimizers take, without the model's weights and gradients."""
 
     device: fsio.Count  # states, and fp32 masters of weights that are not fp32
     host: fsio.Count  # states and masters that are kept in host memory instead
@@ -88,13 +89,13 @@ class OptimizerBytes:
 
 @dataclass(frozen=True)
 class StaticMemory:
-    """Bytes of device memory that are taken under every policy."""
+    """Bytes of device memory that are taken however blocks are recomputed or offloaded."""
 
     weights: fsio.Count
     """Bytes of the transformer, frozen weights included. With sharding: this process's shards, plus
     three gathered blocks and the gathered weights outside of blocks."""
     elsewhere: _Signed
-    """Weights of the whole model that are on other ranks, minus those that are gathered here."""
+    """Bytes of the model's weights that are on other ranks, minus those that are gathered here."""
     gradients: fsio.Count
     reduced: fsio.Count  # buffer of the largest all-reduce of gradients between replicas
     optimizer: OptimizerBytes
@@ -106,7 +107,10 @@ class StaticMemory:
     pinned_beside: fsio.Count  # page-locked host memory beside weights and activations
 
     def parts(self) -> dict[str, int]:
-        """Return the bytes of the parts that a user sees, by their names in `FIXED_WORDS`."""
+        """Return the bytes of device memory by part: weights, gradients, optimizer, and so on.
+
+        The names are those in `FIXED_WORDS`.
+        """
         return {
             "weights": self.weights,
             "gradients": self.gradients,
@@ -129,7 +133,7 @@ class StaticMemory:
 
 @dataclass(frozen=True)
 class PolicyForecast:
-    """Memory and time of a step under one policy."""
+    """Predicted memory and time of a step under one recompute policy."""
 
     name: _Name
     forward_end_bytes: fsio.Count  # at the start of the backward pass: weights, inputs, activations
@@ -143,7 +147,7 @@ class PolicyForecast:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The options of a run's blocks, and the predicted memory of a step."""
+    """How each block of a run is treated (kept, recomputed, offloaded ...), and a step's memory."""
 
     policy: _Name
     options: Options
@@ -157,7 +161,7 @@ class MemoryPlan:
     fixed: StaticMemory | None = None  # memory under every policy, by part
 
     def per_block(self) -> dict[str, int]:
-        """Count blocks by option."""
+        """Count the blocks that each option (treatment of activations and weights) is used for."""
         return dict(Counter(map(str, self.options.values())))
 
     def as_event(self) -> dict[str, Any]:
@@ -168,14 +172,14 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class KeptPlan:
-    """The part of plan.json that readers other than the next launch use."""
+    """The fields of a run's plan.json that the board and other readers use, not the next launch."""
 
     plan: MemoryPlan
 
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """The event `memory_measured`: memory of a step's two passes, predicted and measured."""
+    """The event `memory_measured`: memory of a forward and backward pass, and its prediction."""
 
     step: fsio.Count
     predicted_gib: fsio.Finite
@@ -184,12 +188,12 @@ class MeasuredStep:
 
 
 def newest_plan(events: Sequence[Mapping[str, Any]]) -> MemoryPlan | None:
-    """Return the newest plan among a run's events; None if no launch planned."""
+    """Return the newest memory plan among a run's events; None if no launch planned."""
     return next(_newest(events, "memory_planned", MemoryPlan), None)
 
 
 def newest_measurements(events: Sequence[Mapping[str, Any]]) -> Iterator[MeasuredStep]:
-    """Yield the measurements among a run's events, newest first."""
+    """Yield the measurements of a step's memory among a run's events, newest first."""
     return _newest(events, "memory_measured", MeasuredStep)
 
 

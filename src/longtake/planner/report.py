@@ -1,4 +1,4 @@
-"""The report of `longtake plan`: the forecast of a step, and what surrounds it in a run."""
+"""The report of `longtake plan`: forecasts of a step, of stages, sampling and the whole run."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from longtake.planner.plan import does_not_fit
 
 @dataclass(frozen=True)
 class StageForecast:
-    """A stage of the curriculum: its batch, its steps and its settings."""
+    """Forecast of one stage of the data curriculum: its batch, its steps and its settings."""
 
     batch: StageBatch
     first_step: int | None  # None: depends on the number of clips, and there is no catalog
@@ -44,7 +44,7 @@ class StageForecast:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A recipe's forecast, and all else that a user should know before training."""
+    """Everything that `longtake plan` tells a user about a recipe before training."""
 
     known: Forecast
     phases: Sequence[PhaseForecast]  # caching, sampling, and encoders in a step
@@ -66,13 +66,16 @@ class PlanReport:
 
     @property
     def short(self) -> tuple[str, ...]:
-        """Return the kinds of memory of which even the least demanding policy has too little."""
+        """Return the kinds of memory that are too small even for the cheapest recompute policy."""
         row = self.known.best_or_least
         return () if row is None else short_memory(self.known.step, row)
 
     @property
     def exit_code(self) -> int:
-        """Return 2 if training would refuse the data, 1 if nothing fits or trains fully, else 0."""
+        """Return the exit code of `longtake plan`.
+
+        2 if training would refuse the data, 1 if nothing fits or not everything trains, else 0.
+        """
         if self.refusal is not None:
             return 2
         known = self.known
@@ -80,7 +83,7 @@ class PlanReport:
 
 
 def make_report(known: Forecast, links: Links) -> PlanReport:
-    """Complete a forecast with other phases, stages, ranks and the data.
+    """Complete the forecast of a step with encoding, sampling, stages, ranks and data.
 
     Raises:
         ModelError, RecipeError: `trainable.init_from` is of another model.
@@ -117,7 +120,11 @@ def make_report(known: Forecast, links: Links) -> PlanReport:
 
 
 def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
-    """Forecast each stage; one that follows a stage of epochs begins at an unknown step."""
+    """Forecast each stage of the curriculum.
+
+    A stage after one whose length is in epochs begins at an unknown step, unless there is a
+    catalog.
+    """
     recipe, first = known.step.recipe, 0
     lengths = [stage.steps for stage in recipe.data.curriculum()]
     if data_plan is not None:

@@ -38,18 +38,19 @@ def sampling_phase(
     weight_bytes: int,
     streamed: Mapping[nn.Module, int],
 ) -> InferenceTrace | None:
-    """Trace one phase of sampling; None if nothing is sampled during training.
+    """Trace memory and time of sampling between training steps; None if nothing is sampled then.
 
     Weights, optimizer states and averages stay on the device, as do encoders without a cache;
     gradients are freed. The peak is that of one process, the time that of all of them. The strategy
     is the first that fits in the order of `MemoryFallback`, or else the last.
 
     Args:
-        mode: fake mode that is active, in which the model's weights are held as in training.
-        step: of the training.
-        components: with the model; another transformer of the release is streamed in two blocks.
+        mode: active fake mode, in which the model's weights are held as in training.
+        step: training step of the recipe.
+        components: parts with the model; another transformer of the release is streamed in two
+            blocks.
         decoding_of: traces the decoding of one video.
-        weight_bytes: of the model on the device.
+        weight_bytes: bytes of the model on the device.
         streamed: bytes of streamed blocks, as for `trace_inference`.
 
     Raises:
@@ -102,7 +103,7 @@ def _denoising(
     budget: int | None,
     streamed: Mapping[nn.Module, int],
 ) -> tuple[MemoryStrategy, InferenceTrace]:
-    """Return the first strategy whose activations fit, with a trace of two solver steps."""
+    """Return the first way to save memory in sampling that fits, with a trace of two steps."""
     strategy = ONE_BY_ONE if step.world_size > 1 else MemoryStrategy()
     while True:
         count = _at_once(strategy, preset, share)
@@ -121,7 +122,7 @@ def _denoising(
 
 
 def _scale(components: Components, preset: Preset) -> float:
-    """Return the scale of classifier-free guidance; 1 for a model that has distilled it."""
+    """Return a preset's classifier-free guidance scale; 1 for a model that has distilled it."""
     if components.family.distils_guidance(components.model):
         return 1.0
     scale = preset.settings.guidance_scale
@@ -131,7 +132,7 @@ def _scale(components: Components, preset: Preset) -> float:
 def _denoise(
     step: MetaStep, components: Components, preset: Preset, count: int, *, two_passes: bool
 ) -> None:
-    """Run two steps of the solver, as `Sampler.sample` does."""
+    """Run two steps of the sampling solver on fake tensors, as `Sampler.sample` does."""
     sampler = Sampler(components, step.recipe, 0, torch.device("cpu"), step.precision)
     shape = fitting_shape(components, step.recipe, preset.bucket)
 

@@ -1,4 +1,4 @@
-"""Saves the result of attention while the rest of a block is recomputed.
+"""Saves the result of attention while the rest of a transformer block is recomputed.
 
 While a block runs, forward or recomputed, torch.nn.functional's attention is replaced by an
 autograd function, so that no other operation passes through Python.
@@ -23,7 +23,7 @@ class KeptAttention:
         self._results: deque[tuple[list[Any], int]] = deque()
 
     def contexts(self) -> tuple["_Replaced", "_Replaced"]:
-        """Return the contexts of forward pass and recomputation, for torch's checkpointing."""
+        """Return contexts for a block's forward pass and its recomputation by torch."""
         return _Replaced(self._keep), _Replaced(self._take)
 
     def _keep(self, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
@@ -34,7 +34,7 @@ class KeptAttention:
         return made
 
     def _take(self, compute: Callable[[], Sequence[Any]]) -> Sequence[Any]:
-        """Return the saved result; compute it again after a change in place or a second pass."""
+        """Return attention's saved result; compute it again if it was changed or taken already."""
         if self._results:
             made, version = self._results.popleft()
             if made[0]._version == version:
@@ -43,7 +43,7 @@ class KeptAttention:
 
 
 class _Replaced:
-    """A context in which this thread's attention gets its results from `obtain`."""
+    """A context in which this thread's attention calls get their results from `obtain`."""
 
     def __init__(self, obtain: attention.Obtain) -> None:
         self._obtain = obtain

@@ -28,11 +28,11 @@ from longtake.planner.trace import BlockTrace, StepTrace, Tracer
 
 _GIB = 2**30
 _MOST_NODES = 2000
-"""Nodes of the search tree, about 8 seconds. Unlike a time limit, which only bounds the worst case,
-it makes a plan independent of what else runs on the computer."""
+"""Most nodes of the integer program's search tree, about 8 seconds. Unlike a time limit, which only
+bounds the worst case, it makes a plan independent of what else runs on the computer."""
 _TIME_LIMIT_SECONDS = 120.0
 _GAP = 1e-3
-"""Largest relative distance of a solution's time from the optimum."""
+"""Largest relative distance of the solver's step time from the optimum."""
 _MOST_TRIES = 5
 _LEAST_STEP_BYTES = 2**16  # smallest tightening of the budget; the solver's tolerance hides less
 _LEAST_GAIN: Mapping[str, float] = {
@@ -46,13 +46,17 @@ _LEAST_GAIN: Mapping[str, float] = {
     "fp8": 0.03,
     "nf4": 0.04,
 }
-"""Share of a block's seconds that an option has to save before it is chosen. Predicted times are
-off by 2 %: within that, options that leave results unchanged, and more exact quantisation, win."""
+"""Share of a block's seconds that an option (treatment of its activations and weights) has to save
+before it is chosen. Predicted times are off by 2 %: within that, options that leave results
+unchanged, and more exact quantisation, win."""
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Costs in bytes and seconds of each block under each option: [blocks, options] or [blocks]."""
+    """Memory and time of each block under each option: arrays [blocks, options] or [blocks].
+
+    An option is one treatment of the block's activations and frozen weights.
+    """
 
     names: tuple[str, ...]
     saved: Floats  # bytes that remain after the forward pass
@@ -103,11 +107,12 @@ class BlockCosts:
         return x
 
     def levels(self) -> Floats:
-        """[moments, blocks x options] Return the bytes that each choice adds at each moment.
+        """Return the bytes that each block's choice of an option adds at each moment of a step.
 
-        The moments are each block's forward pass, each block's backward pass, the loss, and the
-        time before the first block. Offloaded activations stay on the device while the next block
-        runs. The buffers of streamed weights are not included: see `buffer_bytes`.
+        The array is [moments, blocks x options]. The moments are each block's forward pass, each
+        block's backward pass, the loss, and the time before the first block. Offloaded activations
+        stay on the device while the next block runs. The buffers of streamed weights are not
+        included: see `buffer_bytes`.
         """
         number, width = self.saved.shape
         rows = np.zeros((2 * number + 2, number, width)) - self.away
@@ -138,24 +143,24 @@ def costs_of(
     *,
     offloads: bool = False,
 ) -> BlockCosts:
-    """Compose the costs of blocks from traces in which all blocks treat activations alike.
+    """Compute the costs of blocks from traces of a step in which all blocks are treated alike.
 
     Args:
-        traces: by choice of activations; the first is `keep`, with which others are compared.
-        weights: choices for frozen weights, which the traces keep.
+        traces: traces by treatment of activations; the first is `keep`, the basis of comparison.
+        weights: costs of each treatment of frozen weights, which the traces keep on the device.
         link: bytes per second between the device and host memory.
-        offloads: if the inputs of recomputed blocks may be offloaded; this needs no trace, since
-            a recomputed block saves only its inputs.
+        offloads: true if the inputs of recomputed blocks may be offloaded; this needs no trace,
+            since a recomputed block saves only its inputs.
     """
     kept = _activation_costs(traces, offloads=offloads)
     names = [option.activations for option in kept.options]
 
     def wide(values: Floats) -> Floats:
-        """Repeat values that depend on activations alone: [blocks, options]."""
+        """Repeat costs that depend on the treatment of activations alone: [blocks, options]."""
         return np.repeat(values, len(weights), axis=1)
 
     def tall(values: Sequence[Floats]) -> Floats:
-        """Tile values that depend on weights alone: [blocks, options]."""
+        """Tile costs that depend on the treatment of weights alone: [blocks, options]."""
         return np.tile(np.stack(values, axis=1), (1, len(names)))
 
     # A recomputed block dequantises its weights twice in the backward pass: forward, then backward.
@@ -179,9 +184,9 @@ def costs_of(
 
 
 def _activation_costs(traces: Mapping[Activations, StepTrace], *, offloads: bool) -> BlockCosts:
-    """Read costs by activations off traces, subtracting what other blocks have saved by then.
+    """Read blocks' costs off traces, one for each treatment of activations.
 
-    The weights of all blocks are kept.
+    Bytes that other blocks have saved by then are subtracted. All weights stay on the device.
     """
     if offloads:
         traces = {**traces, "offload-input": traces["recompute"]}
@@ -240,12 +245,15 @@ def _activation_costs(traces: Mapping[Activations, StepTrace], *, offloads: bool
 def fastest(
     costs: BlockCosts, budget_bytes: float, host_bytes: float | None = None
 ) -> dict[str, BlockOption] | None:
-    """Find the fastest options whose predicted peak is within a budget; None if there are none.
+    """Find the fastest options of blocks whose predicted peak memory is within a budget.
+
+    None if there are none.
 
     Args:
-        costs: of all options.
-        budget_bytes: of device memory.
-        host_bytes: of host memory for streamed weights and offloaded activations; None: any.
+        costs: costs of each block under each option.
+        budget_bytes: limit of device memory.
+        host_bytes: limit of host memory for streamed weights and offloaded activations; None: no
+            limit.
     """
     from scipy.optimize import Bounds, LinearConstraint, milp  # half a second, that few runs need
 
@@ -256,7 +264,11 @@ def fastest(
     num_waits = len(waits)
 
     def joined(choices: Any, of_waits: Floats | None = None, of_buffer: int = 0) -> Any:
-        """Widen rows over the options by coefficients of waits and of the buffer's GiB."""
+        """Widen a constraint matrix of the integer program by columns of its other unknowns.
+
+        Its columns are the blocks' options; added are those of the waits for copies, in seconds,
+        and of the buffer of streamed weights, in GiB.
+        """
         count = len(choices)
         middle = np.zeros((count, num_waits)) if of_waits is None else of_waits
         return np.hstack([choices, middle, np.full((count, 1), of_buffer)])
@@ -296,10 +308,11 @@ def fastest(
 
 
 def _waits(costs: BlockCosts) -> Floats:
-    """[copies, blocks x options] Return the seconds of each copy less those that it hides behind.
+    """Return the seconds of each copy between device and host beyond the compute that hides it.
 
-    A positive row is waited for. Copies of weights may really hide behind several blocks, so that
-    with few streamed blocks `link_seconds` is lower.
+    The array is [copies, blocks x options]; a copy whose row is positive for the chosen options
+    makes the step wait. Copies of weights may really hide behind several blocks, so that with few
+    streamed blocks `link_seconds` is lower.
     """
     number, width = costs.saved.shape
     rows: list[Floats] = []
@@ -323,7 +336,7 @@ def _waits(costs: BlockCosts) -> Floats:
 
 
 def _pointless(costs: BlockCosts) -> Floats:
-    """[blocks, options] Return 1 where an option saves nothing over keeping a block, else 0.
+    """Mark options that save no memory over keeping a block: 1 for these, else 0 [blocks, options].
 
     This is so before the first trainable parameter, where the solver would choose by chance.
     """
@@ -344,7 +357,7 @@ def _pointless(costs: BlockCosts) -> Floats:
 
 @dataclass(frozen=True)
 class BestOptions:
-    """The fastest options that fit, confirmed by a trace of the whole step."""
+    """The fastest options of blocks that fit the memory, confirmed by a trace of the whole step."""
 
     options: Options
     predicted_bytes: int  # peak of both passes, composed of the costs of blocks
@@ -353,7 +366,7 @@ class BestOptions:
     overhead_with_another_gib: float  # `overhead` with a budget of 1 GiB more
 
     def per_block(self) -> dict[str, int]:
-        """Count blocks by option; unused choices of activations count 0."""
+        """Count the blocks that use each option; unused treatments of activations count 0."""
         return {
             **dict.fromkeys(ACTIVATIONS, 0),
             **Counter(map(str, self.options.values())),
@@ -362,7 +375,7 @@ class BestOptions:
 
 @dataclass(frozen=True)
 class PolicySweep:
-    """Traces of every named policy, and the costs of blocks."""
+    """Traces of a step under every named recompute policy, and the costs of its blocks."""
 
     traces: Mapping[str, StepTrace]
     costs: BlockCosts
@@ -373,7 +386,7 @@ class PolicySweep:
 
 
 def sweep_policies(tracer: Tracer) -> PolicySweep:
-    """Trace every named policy, and each choice of activations with all blocks run by it."""
+    """Trace a step under every named recompute policy and with each treatment of activations."""
     subject = tracer.subject
     names, base = tuple(subject.blocks), subject.weights[0]
 
@@ -399,15 +412,15 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
 def find_best(
     tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None, update_bytes: int = 0
 ) -> BestOptions | None:
-    """Find the fastest options whose traced peak is within a budget; None if nothing fits.
+    """Find the fastest options of blocks whose traced peak is within a budget; None if none fit.
 
     Without a budget every block is kept.
 
     Args:
-        tracer: of the step.
-        sweep: of the tracer.
-        budget_bytes: for forward and backward pass.
-        update_bytes: that the optimizer's update takes, with all weights on the device.
+        tracer: tracer of the training step.
+        sweep: traces that `sweep_policies` made with this tracer.
+        budget_bytes: limit for the forward and backward pass.
+        update_bytes: bytes that the optimizer's update takes, with all weights on the device.
     """
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
     base = tracer.subject.weights[0]
@@ -446,7 +459,7 @@ def find_best(
 def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
 ) -> list[tuple[Options, StepTrace]]:
-    """Find the fastest options and trace them, tightening the budget until the trace fits."""
+    """Find the fastest options of blocks and trace them; tighten the budget until they fit."""
     within = budget_bytes
     for _ in range(_MOST_TRIES):
         options = fastest(costs, within, tracer.subject.host_bytes)

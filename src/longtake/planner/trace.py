@@ -48,7 +48,7 @@ _FORMULAS = {
 
 @dataclass
 class Subject:
-    """A training step that can be traced."""
+    """A training step that can be traced: the model, its inputs and its loss."""
 
     model: nn.Module  # on the meta device; a tracer makes its tensors fake
     blocks: Mapping[str, nn.Module]  # by name in the model, in running order
@@ -59,19 +59,20 @@ class Subject:
     loss: Callable[[Any], Tensor]  # computes the loss from the inputs, as training does
     is_accumulating: bool = False  # true if an earlier micro-batch has left gradients
     num_shards: int = 1
-    """Ranks that share one copy of the model. A block's gradients are reduce-scattered over them
-    after its backward pass, unless they accumulate."""
+    """Number of ranks that share one copy of the model. A block's gradients are reduce-scattered
+    over them after its backward pass, unless they accumulate."""
     weights: Sequence[BlockWeights] = ("keep",)
-    """Choices for the frozen weights of blocks; named policies use the first."""
+    """Treatments that a plan may choose for the frozen weights of blocks; named recompute policies
+    use the first."""
     offloads: bool = False  # true if activations may be offloaded to host memory
     host_bytes: int | None = None  # limit of that memory; None: no limit
     gathers_in_bf16: bool = False
-    """True if fp32 weights are gathered as bf16 copies, which autocast need not cast."""
+    """True if FSDP2 gathers fp32 weights as bf16 copies, which autocast need not cast."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of a step: bytes allocated at both ends, their peak, and its seconds."""
+    """One section of a traced step, such as a block's forward pass: its memory and seconds."""
 
     begin_bytes: int
     end_bytes: int
@@ -81,18 +82,19 @@ class Span:
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """Spans of one block's forward and backward pass, and its activations on the host."""
+    """Memory and time of one block's forward and backward pass, and its activations on the host."""
 
     forward: Span
     backward: Span | None
-    """Span from the gradient of its output to that of the block before; None without gradients."""
+    """The block's backward pass: from the gradient of its output to that of the block before; None
+    if it gets no gradient."""
     offloaded_bytes: int = 0  # activations that are offloaded to host memory
     pinned_bytes: int = 0  # host memory that these take when pinned
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Memory and time of one step under one policy; bytes include weights."""
+    """Memory and time of one training step under one recompute policy; bytes include weights."""
 
     weight_bytes: int
     input_bytes: int
@@ -112,13 +114,14 @@ class StepTrace:
 
 @dataclass(frozen=True)
 class InferenceTrace:
-    """Memory and time of modules that run without gradients."""
+    """Predicted memory and time of modules that run without gradients."""
 
     weight_bytes: int
     peak_bytes: int  # with weights, without workspaces of convolutions
     seconds: float
     how: str = ""
-    """Note: for `sampling`, presets and videos at a time; for `model`, "weights streamed"."""
+    """How the modules run: for `sampling`, presets and videos at a time; for `model`, "weights
+    streamed"."""
 
     @property
     def activation_bytes(self) -> int:
@@ -126,19 +129,19 @@ class InferenceTrace:
 
 
 class Tracer:
-    """Traces a subject under one policy after another."""
+    """Traces a training step once for each choice of how its blocks run."""
 
     def __init__(self, subject: Subject, device: DeviceBudget) -> None:
         self.subject = subject
         self.device = device
         self.attentions: dict[AttentionCase, None] = {}
-        """Distinct attentions that `watch_gradients` has seen."""
+        """Distinct attention calls (shapes and types) that `watch_gradients` has seen."""
         self._fake = CachedFakeMode()
         with self._fake:
             make_fake(subject.model)
 
     def trace(self, options: Options) -> StepTrace:
-        """Trace the step with blocks that run by these options."""
+        """Trace the step's memory and time, with each block run by its option."""
         blocks = self.subject.blocks
         weights = [options.get(name, KEEP).weights for name in blocks]
         with (
@@ -152,7 +155,7 @@ class Tracer:
             return self._trace(options, np.array(sizes))
 
     def watch_gradients(self) -> GradientWatch:
-        """Run one step with every block kept, and watch for gradients that do not arrive."""
+        """Run the step with all activations kept, and record where gradients do not arrive."""
         subject = self.subject
         subject.call_blocks_by(activation_checkpointing.caller({}))
         observed = self._fake.observed_by(self._note_attention)
@@ -182,7 +185,7 @@ class Tracer:
                 parameter.grad = None
 
     def _trace(self, options: Options, streamed: Floats) -> StepTrace:
-        """Trace the step; `streamed` are the bytes of each block's weights in host memory."""
+        """Trace the step; `streamed` are the bytes [blocks] of weights that stay in host memory."""
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
         tracker.hold_streamed(streamed)
@@ -274,13 +277,13 @@ def trace_inference(
     device: DeviceBudget,
     streamed: Mapping[nn.Module, int] | None = None,
 ) -> InferenceTrace:
-    """Trace `run` without gradients.
+    """Trace memory and time of modules that run without gradients.
 
     Args:
-        mode: in which the modules' tensors are fake.
-        modules: whose weights are on the device.
+        mode: fake mode of the modules' tensors.
+        modules: modules whose weights are on the device.
         run: uses the modules.
-        device: that is planned for.
+        device: device that is planned for.
         streamed: bytes of weights in host memory by block. Each block's are copied while the
             streamed block before it computes; the first block's during the last of the pass before.
     """
@@ -309,7 +312,7 @@ def trace_inference(
 
 
 def make_fake(model: nn.Module) -> None:
-    """Replace parameters and buffers by fake tensors on the CPU, inside a fake mode."""
+    """Replace a module's parameters and buffers by fake tensors on the CPU, inside a fake mode."""
     made: dict[int, Tensor] = {}
 
     def fake(tensor: Tensor) -> Tensor:
@@ -329,7 +332,7 @@ def make_fake(model: nn.Module) -> None:
 
 
 class _HostCopy(NamedTuple):
-    """A fake tensor's copy on the host: its size, without memory."""
+    """Stands for an offloaded fake tensor's copy in host memory: its size, without memory."""
 
     nbytes: int
     shape: torch.Size
@@ -337,7 +340,7 @@ class _HostCopy(NamedTuple):
 
 
 class _FakeOffload(ActivationOffload):
-    """An offload that copies nothing, and counts the bytes that a GPU would copy."""
+    """An offload of activations that copies nothing, and counts the bytes that a GPU would copy."""
 
     def to_host(self, tensor: Tensor) -> _HostCopy:
         return _HostCopy(tensor.nbytes, tensor.shape, tensor.dtype)
@@ -347,7 +350,7 @@ class _FakeOffload(ActivationOffload):
 
 
 class MemoryTracker:
-    """Counts the bytes of storages from allocation to release, and the seconds of operations."""
+    """Counts bytes of tensors from allocation to release, and the predicted time of operations."""
 
     def __init__(self, device: DeviceBudget) -> None:
         self.current_bytes = 0
@@ -374,7 +377,7 @@ class MemoryTracker:
             self.count(tensor)
 
     def count(self, tensor: Tensor) -> None:
-        """Count a tensor's storage, once, until it is released."""
+        """Count the memory of a tensor's storage, once, until it is released."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._sizes:
@@ -386,30 +389,30 @@ class MemoryTracker:
             self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     def begin(self) -> int:
-        """Start the first span here; returns the bytes that are allocated."""
+        """Start to measure the first section of a step; return the bytes that are allocated."""
         self._begin_bytes = self._peak_bytes = self.current_bytes
         return self.current_bytes
 
     def hold(self, num_bytes: int) -> None:
-        """Add bytes, or subtract them, that no tensor stands for."""
+        """Add bytes that belong to no tensor to the counted memory, or subtract them."""
         self.current_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.current_bytes)
 
     def hold_streamed(self, streamed: Floats) -> None:
-        """Count the buffers of streamed weights, and on a GPU not these [blocks] bytes."""
+        """Count the buffers of streamed weights; on a GPU, subtract the weights [blocks]."""
         if self._device.target == "cuda":
             self.hold(-int(streamed.sum()))
         self.hold(int(buffer_bytes(streamed)))
 
     def mark(self, name: str) -> None:
-        """End a span here, and start the next."""
+        """End the section of the step that is measured, under this name, and start the next."""
         span = Span(self._begin_bytes, self.current_bytes, self._peak_bytes, self._seconds)
         self.marks.append((name, span))
         self._begin_bytes = self._peak_bytes = self.current_bytes
         self._seconds = 0.0
 
     def observe(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Count the results, workspace and time of an operation."""
+        """Count the results, workspace and time of one operation of the traced step."""
         if func is _CAST and args[0].untyped_storage()._cdata in self._uncast:
             self._seconds += seconds(func, args, kwargs, result, self._device)
             return
@@ -460,7 +463,7 @@ def _is_attention(operation: Any) -> bool:
 
 
 def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a result or an argument: itself, or the elements of a sequence."""
+    """Return the tensors of an operation's result or argument, which may be a sequence."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Iterable):
@@ -485,7 +488,7 @@ class _GradientReducer:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Take gradients from the parameters as they are accumulated."""
+        """Take each gradient from its parameter once it is accumulated, inside the context."""
         trained = [p for p in self._subject.model.parameters() if p.requires_grad]
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
@@ -506,7 +509,7 @@ class _GradientReducer:
         self._whole.append(gradient)
 
     def reduce(self) -> None:
-        """Reduce-scatter the gradients that have been taken."""
+        """Reduce-scatter the gradients taken from a block's parameters, as FSDP2 would."""
         if not self._whole:
             return
         sizes = [gradient.numel() for gradient in self._whole]
@@ -529,7 +532,7 @@ def _step_trace(
     subject: Subject,
     offloaded: Mapping[str, tuple[int, int]],
 ) -> StepTrace:
-    """Compute a step's trace from the marks, each of which ends a span."""
+    """Compute a step's trace from the tracker's marks, each of which ends a section of the step."""
     spans = tracker.marks
     # Reversed, so that the first mark of each name counts.
     ends = {name: index for index, (name, _) in reversed(list(enumerate(spans)))}

@@ -1,4 +1,4 @@
-"""Traps of a watched step, with fixes: what keeps gradients from parameters or wastes memory."""
+"""Traps of a training step, with fixes: code that cuts gradients off or wastes memory."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,12 +23,13 @@ _MEANT_TO_TRAIN = "If they are meant to train, {}; if not, freeze them with requ
 
 
 _NOTABLE_SHARE = 0.01
-"""Share of the peak without recompute, above which more memory is worth a note."""
+"""Least notable excess of a recompute policy's peak memory over the peak without recompute, as a
+share of the latter."""
 
 
 @dataclass(frozen=True)
 class Trap:
-    """Something that a step does, and that cannot be intended."""
+    """A mistake in a training step, such as lost gradients or useless recomputation; its fix."""
 
     block: str  # module where it happens, or the first of several; "model": all of it
     trap: str  # what happens, and why, in sentences
@@ -40,7 +41,7 @@ class Trap:
 
 
 def flow_traps(watch: GradientWatch) -> list[Trap]:
-    """Find what kept gradients from trainable parameters in a watched step, or wasted memory.
+    """Find code that kept gradients from trainable parameters in a watched step, or wasted memory.
 
     Every parameter of `watch.unreached()` is in at least one of the traps.
     """
@@ -86,7 +87,7 @@ def idle_recompute(options: Mapping[str, str], saved_bytes: Mapping[str, int]) -
 
 
 def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
-    """Return at most one trap, of all policies that need clearly more memory than `none`."""
+    """Return at most one trap: recompute policies that need clearly more memory than `none`."""
     usual = peaks.get("none")
     if usual is None:
         return []
@@ -111,7 +112,10 @@ def costly_policies(peaks: Mapping[str, int]) -> list[Trap]:
 def _dead_regions(
     watch: GradientWatch, dead: Sequence[RecomputeRegion], unreached: ParameterSet
 ) -> Trap:
-    """Make one trap of all dead regions, since each makes the next one dead."""
+    """Make one trap of all reentrant recompute regions that get no gradient.
+
+    Each makes the next one lose it too.
+    """
     first, name = dead[0], _name(dead[0])
     kind = f"reentrant recompute region{f' of {first.by}' if first.by else ''}"
     frozen: list[str] = []  # blocks before the first region, if nothing trainable lies there
@@ -165,7 +169,7 @@ def _regions_of_everything(watch: GradientWatch, dead: Sequence[RecomputeRegion]
 
 
 def _idle_regions(watch: GradientWatch) -> Iterator[Trap]:
-    """Yield at most one trap, of all checkpoint calls around parts that no gradient passes."""
+    """Yield at most one trap: all checkpoint calls around parts that no gradient passes."""
     idle = [
         _name(region)
         for region in watch.regions
@@ -188,7 +192,10 @@ def _holds_everything(watch: GradientWatch, region: RecomputeRegion) -> bool:
 
 
 def _gone_twice(watch: GradientWatch) -> Trap:
-    """Make the trap of a reentrant region through whose captured tensors gradients pass twice."""
+    """Make the trap of a reentrant recompute region that gradients pass twice.
+
+    They pass it again through tensors that its function captured.
+    """
     alive = [region for region in watch.regions if region.reentrant and region.carries_grad]
     names = [_name(region) for region in alive if region.hidden] or [_name(each) for each in alive]
     return Trap(
@@ -247,7 +254,7 @@ def _demands(
 
 
 def _cut_off(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
-    """Yield one trap for each way in which gradients were lost."""
+    """Yield one trap for each way (`detach`, `no_grad` ...) in which gradients were lost."""
     by_means: dict[str, dict[str, ParameterSet]] = {}
     for cut in watch.provenance.cuts:
         lost = cut.parameters & unreached
@@ -273,7 +280,7 @@ def _means(cut: LostGradient) -> str:
 
 
 def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
-    """Yield traps of parameters that nothing cut off: they, or their results, are not used."""
+    """Yield traps of parameters without gradient that the step, or its loss, does not use."""
     # Cuts have explained these parameters already.
     unreached &= ~_union(cut.parameters for cut in watch.provenance.cuts)
     reasons = {
@@ -303,7 +310,7 @@ def _left_over(watch: GradientWatch, unreached: ParameterSet) -> Iterator[Trap]:
 
 
 def _copies(watch: GradientWatch) -> Iterator[Trap]:
-    """Yield a trap of fp32 copies of inputs, which PEFT makes for fp32 weights on a 16-bit base."""
+    """Yield a trap if fp32 weights (LoRA) on a 16-bit base copy their inputs to fp32."""
     if copies := watch.provenance.copies:
         groups = list(dict.fromkeys(map(_group_in(watch), copies)))
         sizes = [size for sizes in copies.values() for size in sizes]
@@ -332,7 +339,7 @@ def _name(region: RecomputeRegion) -> str:
 
 
 def _group_in(watch: GradientWatch) -> Callable[[str], str]:
-    """Return a function from a name to its block, or to its layer outside of blocks."""
+    """Return a function from a parameter's name to its block, or to its layer outside of blocks."""
 
     def group(name: str) -> str:
         inside = (block for block in watch.blocks if name.startswith(f"{block}."))
@@ -348,7 +355,7 @@ def _parameters(watch: GradientWatch, parameters: ParameterSet) -> str:
 
 
 def _listed(names: Iterable[str], most: int = 3) -> str:
-    """List names as `a`, `a and b`, or `a, b, c and 24 more`."""
+    """Join names for a message: `a`, `a and b`, or `a, b, c and 24 more`."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0]

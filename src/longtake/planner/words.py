@@ -33,4 +33,4 @@ FIXED_WORDS: Final = {
     "encoders": "codec and text encoders; with data.cache they are not needed",
     "inputs": "latents, noise and conditioning of a micro-batch",
 }
-"""Words for the parts that are in memory under every policy."""
+"""Words for the parts of device memory that are taken under every recompute policy."""
