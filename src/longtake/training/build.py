@@ -1,4 +1,4 @@
-"""Builds models and optimizers on every rank, and creates the run directory."""
+"""Builds model, frozen encoders and optimizers on every rank, and creates the run directory."""
 
 import logging
 from dataclasses import replace
@@ -39,8 +39,9 @@ from longtake.training.inputs import InputQueue
 from longtake.training.session import Session, TrainingState
 
 _PROGRAMS_PER_SHAPE = 32
-"""Programs that one shape of clips may need: one per kind of block and memory option, for the first
-block (whose input has no gradient) and for the others, for full and for smaller micro-batches."""
+"""Most programs that torch.compile may need for one shape of clips: one per kind of block and
+memory option, for the first block (whose input has no gradient) and for the others, for full and
+for smaller micro-batches."""
 _LIMIT_WARNING = "torch._dynamo hit config."
 
 
@@ -53,9 +54,9 @@ def build_components(
 ) -> Components:
     """Build model, codec and text encoder, and create the run directory; all ranks must call it.
 
-    Rank 0 also makes the parts that are not pretrained. With a cache, the cache is filled first,
-    and codec and text encoder are then on the meta device. `options` is the memory plan's, which
-    decides the quantisation of each block where model.quantize = "auto".
+    Rank 0 also creates the parts that are not pretrained. With a latent cache, the cache is filled
+    first, and codec and text encoder are then on the meta device. `options` is the memory plan's,
+    which decides the quantisation of each block where model.quantize = "auto".
 
     Raises:
         RunError: another node has other files of the model than rank 0's.
@@ -135,9 +136,9 @@ def _build_with_cache(
 
 
 def _parents_parts(session: Session) -> Path | None:
-    """Return the folder of the parent run's own codec and text encoders, if there is a parent.
+    """Return the folder of codec and text encoders that the parent run made; None without a parent.
 
-    The parent's weights were trained with these.
+    The parent is the run of `train --from`, whose weights were trained with these encoders.
     """
     if session.parent is None:
         return None
@@ -176,8 +177,9 @@ def build_state(
     """Build the training state at step 0: model, optimizers and averages on the device.
 
     Args:
-        session: recipe and ranks.
-        parts: with the model on the CPU, which is sharded or replicated in place.
+        session: recipe and ranks of this launch.
+        parts: model, codec and text encoder, the model on the CPU; it is sharded or replicated in
+            place.
         options: memory options by name of a block; those with `stream` keep weights in host memory.
         encodes_ahead: encode one micro-batch ahead, as the memory plan decided.
     """
@@ -211,7 +213,7 @@ def build_state(
 
 
 def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
-    """Return the blocks whose weights are streamed from host memory, in order."""
+    """Return the model's blocks whose weights are streamed from host memory, in running order."""
     blocks = parts.family.blocks(parts.model)
     if recipe.model.stream == "all":
         return list(blocks)
@@ -220,7 +222,10 @@ def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
-    """Count the operations of a step on one clip of each shape; empty if they cannot be counted."""
+    """Count the floating-point operations of a training step on one clip of each shape.
+
+    Empty if they cannot be counted.
+    """
     trains_all = recipe.trainable.base() == "full"
     try:
         return {
@@ -232,10 +237,12 @@ def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
 
 
 def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> list[str]:
-    """Return a warning if a resumed run's own tokenizer is missing and can be made again.
+    """Return a warning if the tokenizer that a resumed run had made is missing.
+
+    It is made again from the same captions.
 
     Raises:
-        RunError: it is missing, and its captions have changed.
+        RunError: it is missing, and the captions have changed.
     """
     path = run.components_path / "tokenizer" / "tokenizer.json"
     if recipe.text.pretrained is not None or path.exists():
@@ -335,7 +342,7 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
 
 
 def _explain_limit(record: logging.LogRecord) -> bool:
-    """Replace torch's warning about its limit of programs by one that names recipe keys."""
+    """Replace torch.compile's warning about its limit of programs by one that names recipe keys."""
     if str(record.msg).startswith(_LIMIT_WARNING):
         limit = torch._dynamo.config.recompile_limit
         record.args = None

@@ -1,7 +1,7 @@
-"""The guard of a run: judges each step before its update, and reports what it found.
+"""The guard of a run: judges each step before its update, so that a divergence does no harm.
 
 The verdict is the same on every rank, because it depends only on statistics that are reduced over
-all ranks. A report lists the samples of the last steps and the origin of NaN and inf.
+all ranks. A report of it lists the samples of the last steps and the origin of NaN and inf.
 """
 
 import math
@@ -28,13 +28,14 @@ _NAMED_CLIPS = 3
 _REPORTED_STEPS = 128
 _MAX_NAMED_GRADIENTS = 3
 _GRADIENT_STEPS = 10
-"""Judged steps within which each trained parameter must have had a gradient other than 0."""
+"""Number of judged steps within which each trained parameter must have had a gradient other
+than 0."""
 _MAX_NAMED_PARAMETERS = 6
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The guard's verdict on a step, and its consequences; equal on every rank but its message."""
+    """The guard's verdict on a training step, and what it allows; ranks differ in messages only."""
 
     statistics: StepStatistics
     verdict: GuardVerdict
@@ -42,7 +43,7 @@ class Decision:
 
     @property
     def has_samples(self) -> bool:
-        """False if no clip of the batch could be decoded: there is nothing to learn then."""
+        """False if no clip of the batch could be decoded, so that there is nothing to learn."""
         return bool(self.statistics.num_samples)
 
     @property
@@ -55,10 +56,10 @@ class Decision:
 
 
 class GuardRunner:
-    """The guard of one run; each rank has one, and all of them decide the same.
+    """Judges each step of a run; every rank has a guard, and all of them decide the same.
 
     Args:
-        session: the run's session.
+        session: this launch of the run.
         constants: values of `GuardSettings` in place of the recipe's, such as in fault drills.
     """
 
@@ -79,7 +80,7 @@ class GuardRunner:
     def judge(
         self, statistics: StepStatistics, losses: SampleLosses, batch: Batch, unlike: str = ""
     ) -> GuardVerdict:
-        """Judge a step before its update, and append it to the history.
+        """Judge a training step before its update, and append the verdict to the history.
 
         Args:
             statistics: the step's statistics, reduced over all ranks.
@@ -152,7 +153,7 @@ class GuardRunner:
         losses: SampleLosses,
         state: TrainingState,
     ) -> tuple[GuardVerdict, str | None]:
-        """Write a report on the newest step's verdict; all ranks must call it.
+        """Write a report on the guard's verdict on the newest step; all ranks must call it.
 
         Returns the verdict, with the origin of NaN and inf in its message, and on rank 0 the
         report's path in the run directory.
@@ -198,7 +199,7 @@ class GuardRunner:
 def _trained_samples(
     statistics: StepStatistics, losses: SampleLosses, batch: Batch, world: mesh.World
 ) -> list[dict[str, Any]]:
-    """Return this rank's trained samples of a step, in the form in which a report lists them."""
+    """Return records of the samples that this rank trained in a step, for the guard's report."""
     where = {"step": statistics.step, "batch": statistics.batch, "rank": world.rank}
     samples = zip(batch.identities, batch.captions, batch.epochs, losses.sigmas, strict=True)
     rows = zip(samples, losses.losses, batch.weights.tolist(), strict=True)
@@ -213,10 +214,11 @@ def _trained_samples(
 
 
 def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Describe clips whose loss was never finite while others' was; empty if there are none.
+    """Describe clips whose loss was NaN or inf each time, while others' was finite; "" without any.
 
     Args:
-        samples: samples in the form of a report, where a loss that is not finite is a string.
+        samples: trained samples as in a guard's report, where a loss that is not finite is a
+            string.
     """
     steps = dict[str, list[int]]()
     for each in samples:
@@ -243,7 +245,7 @@ def _name_non_finite_clips(samples: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _non_finite_ranks(losses: SampleLosses, model: nn.Module, world: mesh.World) -> str:
-    """Name the ranks with NaN or inf in their losses, else in their gradients; empty if all have.
+    """Name the ranks with NaN or inf in their losses, else in their gradients; "" if all have it.
 
     Losses are looked at first, since reduction spreads a NaN gradient of one rank to all.
     """
@@ -300,7 +302,10 @@ def describe_non_finite_gradients(
 
 @torch.no_grad()
 def _count_non_finite(gradients: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Count NaN and inf in this rank's shard of each gradient that has any."""
+    """Count NaN and inf in this rank's shard of the gradients, by name of the parameter.
+
+    Gradients without any are left out.
+    """
     found = {}
     for name, gradient in gradients.items():
         shard = local_shard(gradient)

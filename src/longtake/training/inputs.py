@@ -1,4 +1,4 @@
-"""Turn a loader's batch into micro-batches on the device.
+"""Turns a loader's batch into micro-batches on the device, with noise and encoded captions.
 
     Batch -> draw_on_host -> RawInputs -> copy_to_device -> CopiedInputs -> encode -> EncodedInputs
 
@@ -38,7 +38,7 @@ from longtake.parallel import collectives, context_parallel
 
 
 class MicroBatch(NamedTuple):
-    """A part of a batch with latents, noise and conditioning on the device."""
+    """A part of a batch, with latents, noise and conditioning on the device."""
 
     examples: FlowBatch
     weights: Tensor  # [B] on the device; 0 for stand-ins
@@ -55,7 +55,7 @@ class MicroBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class RawInputs:
-    """Tensors and captions of a micro-batch before encoding, with caption dropout applied."""
+    """Tensors and captions of a micro-batch on the host, before encoding, after caption dropout."""
 
     tensors: Mapping[str, Tensor]  # noise, sigmas, weights, and videos or latents
     conditioning: Mapping[str, Tensor]  # embeddings from a cache; empty without one
@@ -69,7 +69,7 @@ class RawInputs:
         return self.tensors, self.conditioning, self.further
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RawInputs":
-        """Return a copy with `change` applied to every tensor."""
+        """Return a copy of these inputs with `change` applied to every tensor."""
         tensors, conditioning, further = (
             {name: change(tensor) for name, tensor in group.items()} for group in self.groups
         )
@@ -77,28 +77,28 @@ class RawInputs:
 
 
 class CopiedInputs(NamedTuple):
-    """Inputs whose tensors are on the device, or being copied to it."""
+    """Inputs of a micro-batch whose tensors are on the device, or are being copied to it."""
 
     inputs: RawInputs
     copied: Any  # event of the side stream after the copies; None without a side stream
 
 
 class EncodedInputs(NamedTuple):
-    """A micro-batch whose encoders have been queued on the device."""
+    """A micro-batch whose encoding by codec and text encoder is queued on the device, or done."""
 
     micro_batch: MicroBatch
     encoded: Any  # event of the side stream after encoding; None if the current stream encodes
 
 
 class Draw(NamedTuple):
-    """Random numbers of one sample, drawn from its seed."""
+    """Random numbers of one training sample, drawn from the sample's seed."""
 
     noise: Tensor  # [C, F, H, W] fp32, as the latents
     uniform: Tensor  # [2] fp64 in [0, 1): for the sigma, and for caption dropout
 
 
 class SideStream:
-    """A second CUDA stream, in addition to the one on which the model computes."""
+    """A second CUDA stream for copies and encoders, beside the one on which the model computes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -106,16 +106,16 @@ class SideStream:
         self._stream.wait_stream(torch.cuda.current_stream(device))  # weights arrive on it
 
     def running(self) -> AbstractContextManager[Any]:
-        """Return a context in which operations are queued on this stream."""
+        """Return a context in which operations are queued on this CUDA stream."""
         return torch.cuda.stream(self._stream)
 
     def record(self) -> torch.cuda.Event:
-        """Return an event that fires when everything queued on this stream so far is done."""
+        """Return a CUDA event that fires when everything queued on this stream so far is done."""
         event: torch.cuda.Event = self._stream.record_event()
         return event
 
     def hand_over(self, done: torch.cuda.Event, tensors: Iterable[Tensor]) -> None:
-        """Let the current stream use this stream's tensors, once `done` is reached.
+        """Let the current CUDA stream use this stream's tensors, once the event `done` has fired.
 
         The allocator does not reuse their memory on this stream before the current one is done with
         it.
@@ -126,12 +126,12 @@ class SideStream:
             tensor.record_stream(stream)
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return a copy in page-locked memory, from which copies to the GPU are asynchronous."""
+        """Return a page-locked copy of a tensor, from which copies to the GPU are asynchronous."""
         return tensor.pin_memory()
 
 
 class InputQueue:
-    """Makes the micro-batches of each batch of a run; for a GPU, in a thread of its own.
+    """Makes the micro-batches of each batch of a training; for a GPU, with a thread of its own.
 
     Args:
         parts: codec and text encoder, on the device.
@@ -160,7 +160,7 @@ class InputQueue:
         self._next: tuple[Batch, EncodedInputs] | None = None  # set by `encode_ahead`
 
     def micro_batches(self, batch: Batch, size: int | None = None) -> Iterator[MicroBatch]:
-        """Yield the batch in micro-batches of `size`; each is copied while the last computes.
+        """Yield a batch in micro-batches of `size` samples; each is copied while the last computes.
 
         With `encodes_ahead` they are encoded on the side stream, so the computing stream only ever
         waits for the micro-batch that it computes next.
@@ -192,15 +192,15 @@ class InputQueue:
             yield encoded.micro_batch
 
     def encode_ahead(self, batch: Batch | None, size: int) -> None:
-        """Encode the first micro-batch of the next batch, while the present batch is computed.
+        """Encode the first micro-batch of the next batch while the present batch is computed.
 
-        `micro_batches` uses it if it gets that batch next, with the same samples; else it is
-        dropped. All ranks that share clips must call it; they encode only if each of them has the
-        batch.
+        `micro_batches` uses the result if it gets that batch next, with the same samples; else it
+        is dropped. All ranks that share clips must call it; they encode only if each of them has
+        the batch.
 
         Args:
             batch: result of `Loader.decoded_next`; None if it is not decoded yet.
-            size: samples of a micro-batch.
+            size: number of samples of a micro-batch.
         """
         self._next = None
         if self._group is not None:
@@ -215,7 +215,7 @@ class InputQueue:
             self._next = part, self.encode(self.copy_to_device(drawn))
 
     def draw_ahead(self, loader: Loader) -> None:
-        """Draw the random numbers of the next batch in the thread, while this batch is computed."""
+        """Draw the next batch's noise in the thread, while the device computes this batch."""
         upcoming = None if self._thread is None else loader.upcoming()
         if self._thread is None or upcoming is None:
             return
@@ -273,7 +273,7 @@ class InputQueue:
         return draw_sample(seed, shape)
 
     def copy_to_device(self, inputs: RawInputs) -> CopiedInputs:
-        """Copy all tensors to the device, on the side stream if there is one."""
+        """Copy a micro-batch's tensors to the device, on the side stream if there is one."""
 
         def copy(tensor: Tensor) -> Tensor:
             return tensor.to(self._device, non_blocking=True)
@@ -284,7 +284,7 @@ class InputQueue:
             return CopiedInputs(inputs.map(copy), self._side.record())
 
     def encode(self, copied: CopiedInputs) -> EncodedInputs:
-        """Encode clips and captions, on the side stream with `encodes_ahead`."""
+        """Encode a micro-batch's clips and captions, on the side stream with `encodes_ahead`."""
         if self._side is None:
             return EncodedInputs(self.assemble(copied.inputs), None)
         if self.encodes_ahead:
@@ -296,7 +296,10 @@ class InputQueue:
         return EncodedInputs(self.assemble(copied.inputs), None)
 
     def assemble(self, inputs: RawInputs) -> MicroBatch:
-        """Encode inputs on the device to a micro-batch; the results equal a cache's to the bit."""
+        """Make a micro-batch from inputs on the device, encoding its clips and captions.
+
+        The results equal those of a latent cache to the bit.
+        """
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
@@ -316,9 +319,10 @@ class InputQueue:
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
 
     def _encode_once(self, inputs: RawInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Encode each clip on one rank of the group; the key "" holds the latents of the clips.
+        """Encode each clip on only one of the ranks that share the clips; return all results.
 
-        Inputs that the codec encodes are removed from `further`.
+        The key "" holds the clips' latents. Inputs that the codec encodes are removed from
+        `further`.
         """
         parts, sections = self._parts, self._recipe.model_inputs()
         with_text = parts.family.text.seen_pictures(further)
@@ -341,7 +345,7 @@ class InputQueue:
 
 
 def prepare(batch: Batch, parts: Components, recipe: Recipe, device: torch.device) -> FlowBatch:
-    """Return latents, noise, sigmas and conditioning of a whole batch, in fp32."""
+    """Return latents, noise, sigmas and conditioning of a whole training batch, in fp32."""
     return next(InputQueue(parts, recipe, device).micro_batches(batch)).examples
 
 
@@ -352,7 +356,7 @@ def clips_not_encoded(
     recipe: Recipe,
     device: torch.device,
 ) -> Iterator[tuple[str, str]]:
-    """Find the clips whose loss is not finite because an encoder's output is not.
+    """Find clips whose loss is NaN or inf because the codec's or text encoder's output is.
 
     Yields each clip's identity with the names of those outputs: its latents, its caption's
     embeddings or its reference inputs.
@@ -374,7 +378,7 @@ def clips_not_encoded(
 
 
 def split(batch: Batch, size: int | None) -> Iterator[Batch]:
-    """Yield a batch in parts of at most `size` samples; whole if `size` is None."""
+    """Yield a batch in parts of at most `size` samples; in one part if `size` is None."""
     total = len(batch.captions)
     size = size or total
     for start in range(0, total, size):
@@ -401,7 +405,7 @@ def split(batch: Batch, size: int | None) -> Iterator[Batch]:
 def encode_captions(
     text: TextEncoder, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
-    """Encode each caption alone, with its own pictures if the encoder reads pictures."""
+    """Encode each caption by itself, with its own pictures if the text encoder reads pictures."""
     encoded = []
     for row, caption in enumerate(captions):
         seen = {name: each[row : row + 1] for name, each in (pictures or {}).items()}
@@ -410,13 +414,13 @@ def encode_captions(
 
 
 def _samples(part: Batch) -> tuple[object, ...]:
-    """Return the fields that determine a micro-batch's numbers, to compare two batches."""
+    """Return the fields that determine a micro-batch's contents, for comparison with another's."""
     shape = part.stage, part.bucket, part.weights.tolist()
     return part.step, *shape, part.seeds, part.identities, part.captions
 
 
 def draw_sample(seed: int, shape: Sequence[int]) -> Draw:
-    """Draw a sample's noise and its two uniform numbers from its seed."""
+    """Draw the noise and the two uniform numbers of one training sample from its seed."""
     generator = torch.Generator().manual_seed(seed)
     # Before the noise, so that sigma and dropout do not depend on the latents' shape.
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)

@@ -1,9 +1,9 @@
-"""Fills a cache of latents and embeddings with a recipe's codec and text encoder.
+"""Fills a cache of latents and text embeddings with a recipe's codec and text encoder.
 
-They are loaded only if something is missing, one after the other, and freed when the cache is full:
-the transformer trains without them. On a CPU each sample is encoded alone, here or on a cluster, so
-that entries do not depend on how the work was divided. Workers use as many threads as this process,
-since entries may depend on that number.
+The codec and the text encoder are loaded only if something is missing, one after the other, and
+freed when the cache is full: the transformer trains without them. On a CPU each sample is encoded
+alone, here or on a cluster, so that entries do not depend on how the work was divided. Workers use
+as many threads as this process, since entries may depend on that number.
 """
 
 import gc
@@ -58,7 +58,7 @@ def cache_ahead(
     workers: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Fill a recipe's cache before training; returns counts and times for JSON.
+    """Fill a recipe's latent cache before training; returns counts and times for JSON.
 
     Call it in one process, in several at once, or in each that torchrun started. The entries are
     equal byte by byte on equal devices.
@@ -99,7 +99,7 @@ def cache_ahead(
 
 
 def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
-    """Return the ranks that fill a cache; with a cluster, one process that distributes the work."""
+    """Return the ranks that fill a latent cache; one process if a cluster's workers encode."""
     if on is None:
         return join(recipe.training.device, recipe.parallel)
     if (size := place_in_world()[2]) > 1:
@@ -112,7 +112,7 @@ def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
 
 @contextmanager
 def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) -> Iterator[Path]:
-    """Create new codec and text encoders in a folder that all ranks see, for the block only."""
+    """Create a new codec and text encoder in a folder that all ranks see, deleted at the end."""
     made = cache / "aside" / f"parts-{from_first(secrets.token_hex(8), world)}"
 
     def make() -> None:
@@ -135,7 +135,7 @@ def captions_of(loader: Loader) -> list[str]:
 def make_parts(
     recipe: Recipe, captions: Iterable[str], folder: Path, made: Path | None = None
 ) -> None:
-    """Save a codec and text encoders that are not pretrained to a folder.
+    """Save those of a recipe's codec and text encoders that are not pretrained to a folder.
 
     Args:
         recipe: recipe that describes the parts.
@@ -165,7 +165,7 @@ def fill_cache(
     workers: int | None = None,
     part: tuple[int, int] = (0, 1),
 ) -> tuple[Cache, cache_fill.CacheReport]:
-    """Encode this rank's share of the clips and captions that the cache lacks.
+    """Encode this rank's share of the clips and captions that a latent cache lacks.
 
     Returns the cache, reopened, and a report over all ranks. All ranks must call it.
 
@@ -211,7 +211,7 @@ def fill_cache(
 
 
 def _open(recipe: Recipe, made: Path, world: World) -> Cache:
-    """Open the cache, with fingerprints that rank 0 computes for all ranks."""
+    """Open the latent cache for the codec and text encoder whose fingerprints rank 0 computes."""
     assert recipe.data.cache is not None
     together = encoded_together(family(recipe.model.family), recipe)
     found: list[tuple[str, str, str]] = []
@@ -251,7 +251,7 @@ def _encode_missing(
     on: str | None,
     workers: int | None,
 ) -> None:
-    """Encode missing captions and clips, in this process or by the workers of a cluster."""
+    """Encode captions and clips that a cache lacks, in this process or by a cluster's workers."""
     threads, uses_gpu = torch.get_num_threads(), recipe.training.device != "cpu"
     fill_latents = partial(cache_fill.fill_latents, heartbeats=loader.heartbeats)
     steps: Sequence[tuple[str, Sequence[Any], Callable[..., Any], Callable[..., None]]] = (
@@ -292,14 +292,17 @@ def _text(recipe: Recipe, made: Path) -> TextEncoder:
 
 
 def text_reads_pictures(recipe: Recipe) -> bool:
-    """Return true if a text encoder reads pictures, alone or together with captions."""
+    """Return true if a text encoder reads pictures, either alone or together with captions."""
     chosen = family(recipe.model.family)
     alone = encoded_together(chosen, recipe) and _further_encoders(recipe, of_captions=False)
     return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))
 
 
 def _further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]:
-    """Return a release's further encoders: those of captions, or those of pictures."""
+    """Return the encoders of a model release beyond its first text encoder.
+
+    They are those that read captions, or those that read pictures.
+    """
     where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
     wanted = [each for each in parts if each.reads_captions == of_captions]
     return [] if where is None else [each for each in wanted if has_part(where, each)]
@@ -332,7 +335,7 @@ def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cach
 def _load_caption_encoder(
     recipe: Recipe, made: Path, device: torch.device
 ) -> cache_fill.EncodeCaptions:
-    """Return a function that encodes captions: all at once on a GPU, else one by one.
+    """Return a function that encodes captions: all at once on a GPU, one by one on a CPU.
 
     On a GPU the last bits of an embedding may depend on the captions encoded with it.
     """
@@ -353,7 +356,7 @@ def _load_caption_encoder(
 
 
 def codec_fingerprint(recipe: Recipe, made: Path) -> str:
-    """Return 32 hex digits over everything that turns pixels into latents."""
+    """Return a checksum (32 hex digits) of everything that decides how pixels become latents."""
     section, part = recipe.codec, family(recipe.model.family).frozen.codec
     if section.kind == "pixels":
         return _fingerprint(recipe, [_PIXELS, section.kind], [])
@@ -368,7 +371,7 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
-    """Return 32 hex digits over everything that decides how reference inputs are encoded."""
+    """Return a checksum (32 hex digits) of everything that decides how references are encoded."""
     section, chosen = text_section(recipe), family(recipe.model.family)
     facts: list[object] = [recipe.model.family, chosen.inputs.version]
     facts.append(codec_fingerprint(recipe, made))
@@ -381,7 +384,7 @@ def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
 
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
-    """Return 32 hex digits over everything that turns captions into embeddings."""
+    """Return a checksum (32 hex digits) of everything that decides how captions are encoded."""
     section, chosen = text_section(recipe), family(recipe.model.family)
     parts = chosen.frozen
     if section.kind == "words":

@@ -44,14 +44,14 @@ _NOT_ENCODED = (
 
 @dataclass(frozen=True)
 class LoopExit:
-    """Reason for which the training loop returned; both are None at its regular end."""
+    """Reason for which the training loop returned; both fields are None at its regular end."""
 
     signal: str | None = None  # signal that asked a rank to stop; the state is saved
     decision: Decision | None = None  # with which the guard ended the loop
 
 
 def train_steps(training: Training, ledger: Ledger) -> LoopExit:
-    """Train until the recipe's last step, the end of the data, or a request to stop.
+    """Run training steps until the recipe's last step, the end of the data, or a request to stop.
 
     Raises:
         DataError: too many clips failed to decode.
@@ -102,7 +102,7 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
 def decide(
     training: Training, batch: Batch, losses: SampleLosses, summary: StepSummary
 ) -> Decision:
-    """Decide whether a step's update is applied; every rank returns the same decision.
+    """Decide whether a training step's update is applied; every rank decides the same.
 
     Writes the guard's report and events if the verdict is not `ok`, and quarantines clips that an
     encoder turned into NaN. All ranks must call it.

@@ -1,4 +1,7 @@
-"""Begins a run with the weights of another run, whose recipe may differ (`train --from`)."""
+"""Begins a run with the weights of another run, its parent (`train --from`).
+
+The recipes of the two runs may differ.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -24,15 +27,19 @@ _MAX_DIFFERENCES = 12
 
 
 def parent_of(run: RunDirectory, wanted: Parent | None) -> Parent | None:
-    """Return the parent recorded in a run's directory, or `wanted` if the run is new."""
+    """Return the parent of a run: the run and step with whose weights it begins.
+
+    An existing run has it in its record; a new run takes `wanted`, which `--from` names (None:
+    none).
+    """
     return run.record().get("parent") if run.exists() else wanted
 
 
 def refuse_another_parent(run: RunDirectory, wanted: Parent | None) -> None:
-    """Refuse `--from` for an existing run that did not begin with that checkpoint.
+    """Refuse `--from` for an existing run that did not begin with the checkpoint it names.
 
     Raises:
-        errors.RunError: names what it began with.
+        errors.RunError: names the weights with which the run began.
     """
     if wanted is None or not run.exists() or (known := run.record().get("parent")) == wanted:
         return
@@ -56,12 +63,12 @@ def _checkpoint(parent: Parent) -> Path:
 
 
 def refuse_wrong_start(recipe: config.Recipe, parent: Parent | None) -> None:
-    """Refuse a parent run or LoRA file whose weights are not those that the recipe trains.
+    """Refuse a recipe that cannot train the weights of `--from` or `trainable.init_from`.
 
     Raises:
         errors.RecipeError: the weights are of another model, or both sources are given.
-        errors.CheckpointError: the parent cannot be read.
-        ModelError: the file cannot be read.
+        errors.CheckpointError: the parent's checkpoint cannot be read.
+        ModelError: the LoRA file cannot be read.
     """
     file = recipe.trainable.init_from
     if parent is not None and file is not None:
@@ -121,7 +128,7 @@ def _shapes(state: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 def _first_difference(
     saved: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]
 ) -> str | None:
-    """Describe the first names whose shapes differ; None if all agree."""
+    """Describe the first tensors whose shapes differ from the saved ones; None if all agree."""
     names = sorted(name for name in saved | wanted if saved.get(name) != wanted.get(name))
     if not names:
         return None
@@ -143,13 +150,13 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 def begin_from(
     session: sessions.Session, parent: Parent, state: sessions.TrainingState
 ) -> list[str]:
-    """Load a parent's weights, averages and optimizer states; all ranks must call it.
+    """Load weights, averages and optimizer states of the parent run (`--from`) into a new run.
 
     Learning rates and other settings are the recipe's. An average that the parent lacks begins with
-    the parent's weights.
+    the parent's weights. All ranks must call it.
 
     Returns:
-        Warnings about what was not taken over.
+        Warnings about states that were not taken over.
     """
     path, model = _checkpoint(parent), state.components.model
     # Before the averages: one that the parent lacks begins as a copy of these weights.
@@ -181,7 +188,7 @@ def begin_from(
 def _take_optimizer(
     session: sessions.Session, path: Path, state: sessions.TrainingState
 ) -> list[str]:
-    """Load the optimizer states if their names and shapes agree; else leave them empty."""
+    """Load the parent run's optimizer states if names and shapes agree; else leave them empty."""
     wanted = state_parts(state)["optimizer"]
     found: str | None = "the checkpoint has none"
     if (path / "optimizer").is_dir():

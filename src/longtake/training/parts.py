@@ -1,4 +1,4 @@
-"""Everything that a launch trains with: what is built before the first step, and what it opens."""
+"""Objects that a launch trains with: those built before the first step, and those it opens."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from longtake.training.threads import CpuThreads
 
 @dataclass(frozen=True)
 class BuiltRun:
-    """Everything that is built before the first step of a launch."""
+    """Model, data, guard and all other objects that a launch builds before its first step."""
 
     session: Session
     state: TrainingState
@@ -36,14 +36,17 @@ class BuiltRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Training(BuiltRun):
-    """A built run with the saver, recorder and stop signal of its steps; each rank has one."""
+    """A built run together with the saver, recorder and stop signal of its steps, on one rank."""
 
     saver: Saver
     recorder: Recorder
     stop: process.StopSignal
 
     def local_facts(self) -> dict[str, float]:
-        """Return this rank's failures, signal and save state, to be summed with step statistics."""
+        """Return this rank's numbers of failures, stop signals and save states.
+
+        They are summed over ranks with the step's statistics.
+        """
         failures = len(self.loader.quarantine.failures) + len(self.loader.incidents)
         signals = {f"stop.{name}": float(name == self.stop.reason) for name in process.EXIT_CODES}
         saver = {"save_failed": float(self.saver.failed), "save_due": float(self.saver.is_due)}

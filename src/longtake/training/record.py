@@ -44,7 +44,7 @@ class Recorder:
     collective that changes the quarantine of each.
 
     Args:
-        session: the run's session.
+        session: this launch of the run.
         lease: lease on the run, checked before each step; None on ranks other than 0.
         start: number of steps done, from which the terminal shows progress within the context.
         sample_flops: operations of a step on one clip of each shape.
@@ -82,7 +82,7 @@ class Recorder:
         self._display.__exit__(*error)
 
     def timed(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """Yield the batches, measuring the wait for each, and record new epochs and stages.
+        """Yield the loader's batches, measuring the wait for each; record new epochs and stages.
 
         Raises:
             RunError: another launch has taken the run over.
@@ -112,7 +112,7 @@ class Recorder:
     def step_done(
         self, batch: Batch, losses: SampleLosses, decision: Decision, learning_rate: float
     ) -> None:
-        """Write the metrics of a step, unless none of its samples could be trained.
+        """Write the metrics of a training step, unless none of its samples could be trained.
 
         The step's time includes the wait for its batch and the save after the step before.
         """
@@ -172,7 +172,7 @@ class Recorder:
         self.compare_with_zero(losses, batch)
 
     def report_verdict(self, decision: Decision, report: str | None) -> None:
-        """Record and show a guard's verdict that is not `ok`; `report` is a path in the run."""
+        """Record and show a guard's verdict other than `ok`; `report` is a path in the run."""
         if not self._world.is_first:
             return
         statistics, verdict = decision.statistics, decision.verdict
@@ -219,7 +219,7 @@ class Recorder:
             self._progress.say(f"{failure}")
 
     def sampled(self, scores: Scores, seconds: float) -> None:
-        """Record a preset that was sampled (rank 0)."""
+        """Record that the videos of a preset were sampled; it is called on rank 0."""
         preset, step, count = scores["preset"], scores["step"], len(scores["videos"])
         facts = {"preset": preset, "videos": count, "seconds": round(seconds, 3)}
         self._run.append_event("sampled", step=step, **facts)
@@ -230,7 +230,7 @@ class Recorder:
         self._progress.say(f"{preset} of step {step} was not sampled: {reason}")
 
     def _threads_chosen(self, step: int, choice: ThreadChoice | None) -> None:
-        """Record and show the number of CPU threads that trials have chosen, if there were any."""
+        """Record and show the number of CPU threads if trials have just chosen one."""
         if choice is None:
             return
         self._run.append_event(
@@ -250,7 +250,7 @@ class Recorder:
             )
 
     def compare_with_zero(self, losses: SampleLosses, batch: Batch) -> None:
-        """Warn if a release's weights have a higher loss than a model that always predicts 0.
+        """Warn if a pretrained model's first loss is higher than that of always predicting 0.
 
         This happens in the first step only, and is mostly an error in how a family calls its model.
         """
@@ -277,19 +277,20 @@ class Recorder:
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
-        """Leave the duration of a block, such as sampling, out of the next step's time."""
+        """Leave the time spent inside the context, such as sampling, out of a step's time."""
         begun = time.perf_counter()
         yield
         self._step_began += time.perf_counter() - begun
 
     def record_failures(self, count: int, batch: Batch, loader: Loader) -> None:
-        """Add clips that any rank could not use to every rank's quarantine, and record them.
+        """Add clips that some rank could not decode to every rank's quarantine, and record them.
 
         Decoders that hung or died are recorded as well.
 
         Args:
-            count: clips and decoders over all ranks, equal on each; 0 returns at once.
-            batch: the step's batch.
+            count: number of such clips and decoders over all ranks, equal on each; 0 returns at
+                once.
+            batch: batch of the step.
             loader: this rank's loader.
         """
         if not count:
@@ -328,14 +329,14 @@ class Recorder:
 
     @contextmanager
     def measured(self, step: int, batch: Batch, threads: CpuThreads) -> Iterator[None]:
-        """Measure time and memory of the forward and backward pass in the block."""
+        """Measure time and memory of a step's forward and backward pass, run inside the context."""
         with self.measured_memory(batch), threads.measured(batch):
             yield
         self._threads_chosen(step, threads.choice)
 
     @contextmanager
     def measured_memory(self, batch: Batch) -> Iterator[None]:
-        """Compare the memory of one forward and backward pass with the plan's prediction.
+        """Compare the memory of a forward and backward pass with the memory plan's prediction.
 
         The launch's first pass is left out, because libraries allocate memory in it that they keep.
         """

@@ -1,4 +1,4 @@
-"""Resumes, restores and rolls back a run from its checkpoints: weights, EMA, data and guard."""
+"""Restores a run from its checkpoints, to resume or roll it back: weights, EMA, data and guard."""
 
 import shlex
 from collections.abc import Mapping
@@ -37,7 +37,7 @@ _NO_CHECKPOINT_SINCE_CHANGE = (
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a launch resumes from, or the run's beginning."""
+    """The checkpoint from which a launch resumes its run, or the run's beginning."""
 
     path: Path | None  # whole checkpoint; None: the first step
     trainer: SavedTrainer | None  # contents of its trainer.json
@@ -55,7 +55,7 @@ def find_resume_point(
     world: mesh.World,
     known: Mapping[Path, str] = files.NOTHING_KNOWN,
 ) -> ResumePoint:
-    """Find the run's newest whole checkpoint and set the loader to its step.
+    """Find the run's newest whole checkpoint, and set the loader to its step.
 
     Compares file sizes only; `restore` reads the files and checks checksums. All ranks must call
     it.
@@ -105,7 +105,7 @@ def find_resume_point(
 def _latest_not_rolled_back(
     run: RunDirectory, world: mesh.World, known: Mapping[Path, str]
 ) -> files.LatestCheckpoint:
-    """Find the newest whole checkpoint that no rollback has abandoned.
+    """Find a run's newest whole checkpoint, except those that a rollback has abandoned.
 
     Deletes abandoned checkpoints, which exist if a run was killed while it rolled back. All ranks
     must call it.
@@ -124,7 +124,7 @@ def _latest_not_rolled_back(
 
 
 def _rolled_back_to(path: Path | None, run: RunDirectory, world: mesh.World) -> int | None:
-    """Return the step to which the run rolled back after a checkpoint was saved; None if not."""
+    """Return the step to which the run rolled back after this checkpoint was saved; None if not."""
     if path is None:
         return None
     known = files.load_trainer(path, SavedTrainer)["num_rollbacks"]
@@ -168,7 +168,7 @@ def restore(
 def _restore_data(
     loader: Loader, trainer: SavedTrainer | None, run: RunDirectory, world: mesh.World
 ) -> None:
-    """Set a loader to a checkpoint's step, without the batches that rollbacks exclude."""
+    """Set a loader to a checkpoint's step; batches that rollbacks exclude are skipped."""
     # From the run and not from the checkpoint, which may be older than a rollback.
     for rolled_back in from_first(run.rollbacks(), world):
         loader.skip(*rolled_back["skipped"])
@@ -221,7 +221,7 @@ def roll_back(training: Training, decision: Decision) -> None:
 
 
 def _choose_checkpoint(training: Training, decision: Decision) -> RollBack | str:
-    """Choose the checkpoint to return to, or return the reason why the run can only stop.
+    """Choose the checkpoint to roll back to, or return the reason why the run must stop.
 
     Every rank returns the same. A damaged checkpoint is replaced by an older one, but none from
     before the last change of the data can be used, since batches had other numbers then.

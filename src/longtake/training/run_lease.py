@@ -20,12 +20,12 @@ from longtake.run_dir import LAUNCH_VARIABLE, RunDirectory
 _LEASE_SECONDS = 60.0
 _LOOK_SECONDS = 0.25
 _SECONDS_TO_EXIT = 10.0
-"""Seconds in which a rank 0 that the launcher replaces on this host must have ended."""
+"""Seconds within which a rank 0 process that its launcher replaces on this host must have ended."""
 
 
 @contextmanager
 def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator[Lease | None]:
-    """Hold the lease on a run until the block ends; yields None on ranks other than 0.
+    """Hold the lease on a run while the context lasts; yields None on ranks other than 0.
 
     A rank 0 that a launcher or Slurm has restarted inherits the lease of its predecessor. Any other
     launch waits as long as the holder may still be alive. All ranks must call it.
@@ -52,12 +52,12 @@ def hold_run(run: RunDirectory, world: mesh.World, console: Console) -> Iterator
 
 
 def refuse_lost(lease: Lease | None) -> None:
-    """Refuse to continue if another launch has taken the run over.
+    """Refuse to continue if another launch has taken over the lease on the run directory.
 
     This happens to a process that was stopped, or cut off from the disk, for a minute.
 
     Raises:
-        RunError: the run has another holder.
+        RunError: another launch holds the lease.
     """
     # Renewed recently enough that nobody can have taken it: no look at the disk in most steps.
     if lease is None or lease.renewed_seconds() < _LEASE_SECONDS / 2:
@@ -117,14 +117,14 @@ def _refuse_if_alive(
 
 
 def _this_launch() -> dict[str, str]:
-    """Return fields that a restarted rank 0 shares with its predecessor: launch and Slurm job."""
+    """Return the launch and Slurm job of this process, which a restarted rank 0 has as well."""
     job = os.environ.get("SLURM_JOB_ID", "")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return {"launch": os.environ.get(LAUNCH_VARIABLE, ""), "job": f"{cluster}/{job}" if job else ""}
 
 
 def _holder(record: Mapping[str, Any] | None) -> str:
-    """Describe a lease's holder: its process, host, Slurm job and start time."""
+    """Describe the process that holds a lease: its number, host, Slurm job and start time."""
     if record is None:
         return "another process"
     job = f" (Slurm job {str(record['job']).rpartition('/')[2]})" if record.get("job") else ""

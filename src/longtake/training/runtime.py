@@ -32,7 +32,7 @@ _SILENT_SECONDS = 12.0  # longer than a watcher waits for anything
 
 
 class NodeWatcher:
-    """Starts this node's watcher once the run exists, and restarts it whenever it ends."""
+    """Starts the program that watches this node's ranks once the run exists; keeps it running."""
 
     def __init__(
         self, recipe: Recipe, writer: heartbeat.HeartbeatWriter, *, is_wanted: bool
@@ -48,7 +48,10 @@ class NodeWatcher:
         self._process: process.KeptProcess | None = None
 
     def join(self, run: RunDirectory, world: mesh.World) -> None:
-        """Set the run to watch and the launch's identifier; all ranks must call it."""
+        """Tell the watcher which run to watch, and agree on an identifier of the launch.
+
+        All ranks must call it.
+        """
         self.run = run
         # The folder of a fresh run is known only now; the heartbeat has begun in the recipe's.
         if self._writer.path.parent != heartbeat.heartbeat_dir(run.path):
@@ -58,7 +61,7 @@ class NodeWatcher:
         self._writer.set_launch(collectives.from_first(secrets.token_hex(4), world))
 
     def start(self) -> None:
-        """Start the watcher if the run exists, unless it was started before."""
+        """Start the node's watcher program if the run exists and no watcher was started yet."""
         if self.run is None or not self.run.exists():
             return
         self.has_begun = True
@@ -77,7 +80,7 @@ class NodeWatcher:
             self._process.start()
 
     def close(self, *, waits: bool = True) -> None:
-        """Let the watcher end after its node's last rank; `waits`: wait a few seconds for it."""
+        """Let the watcher program end after its node's last rank; with `waits`, wait a little."""
         self._stacks.unlink(missing_ok=True)
         if self._process is not None:
             self._process.end()
@@ -93,9 +96,9 @@ class NodeWatcher:
 
 @contextmanager
 def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
-    """Write this process's heartbeat, from before the rendezvous until it has left the other ranks.
+    """Start heartbeat and node watcher of this rank, from before the rendezvous to its end.
 
-    An error that ends the block is recorded in the run's directory; that of a lost rank is raised
+    An error that ends the context is recorded in the run's directory; that of a lost rank is raised
     again with the rank that was lost.
 
     Raises:
@@ -137,7 +140,7 @@ def watcher_process(recipe: Recipe) -> Iterator[NodeWatcher]:
 def _record_failure(
     error: Exception, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> None:
-    """Record why this rank ends, if its run has begun; call it before its heartbeat stops."""
+    """Record the error that ends this rank, if its run has begun, before its heartbeat stops."""
     own, text = heartbeat.read_heartbeat(writer.path), error_line(error)
     writer.set_error(text)  # for the watcher, and before the run's disk, which may hang
     if own is not None and run is not None and run.exists():
@@ -151,7 +154,7 @@ def _record_failure(
 def _with_failed_rank(
     error: errors.LostPeerError, writer: heartbeat.HeartbeatWriter, run: RunDirectory | None
 ) -> errors.LostPeerError:
-    """Add the lost rank, and recent events of clocks, links and GPUs, to an error."""
+    """Add the rank that was lost, and recent events of clocks, links and GPUs, to an error."""
     own = heartbeat.read_heartbeat(writer.path)
     if own is None or run is None:
         return error
@@ -178,7 +181,7 @@ def keep_compiled_code() -> None:
 def refuse_out_of_memory(
     plan: MemoryPlan, recipe: Recipe, state: TrainingState, world: mesh.World
 ) -> Iterator[None]:
-    """Turn running out of memory in the block into an error with planned and measured memory.
+    """Turn an out-of-memory error of the context into one with planned and measured memory.
 
     Raises:
         PlanError: memory was not enough; its message advises settings.

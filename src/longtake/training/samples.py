@@ -1,7 +1,8 @@
-"""Samples presets between two steps of a training, on the devices that train.
+"""Samples videos of presets between two steps of a training, on the devices that train.
 
-All ranks take part. A result is claimed, measured and published as an evaluation server does it, so
-that no server repeats it. Sampling changes nothing that the next training step depends on.
+All ranks take part. A result is claimed (locked for one process), measured and published as an
+evaluation server does it, so that no server repeats it. Sampling changes nothing that the next
+training step depends on.
 """
 
 import time
@@ -39,7 +40,8 @@ from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 
 EvaluateSamples = Callable[[claims.EvaluationTask, Sampler, Path, claims.Progress], Scores]
-"""Samples and measures a preset: writes all files of a result except scores.json to a folder."""
+"""A function that samples and measures a preset: it writes all files of the result but
+scores.json."""
 
 _LEASE_SECONDS, _STUCK_SECONDS, _PAUSE_SECONDS = 60.0, 1800.0, 30.0
 _MAX_ATTEMPTS = 3  # per result; an evaluation server may make the remaining ones
@@ -47,7 +49,7 @@ _MAX_ATTEMPTS = 3  # per result; an evaluation server may make the remaining one
 
 @dataclass(frozen=True)
 class _Work:
-    """Videos that rank 0 asks all ranks to sample together."""
+    """Requests for videos that rank 0 sends to all ranks, so that they sample them together."""
 
     requests: Sequence[Request]
     settings: config.SamplingSection
@@ -57,7 +59,7 @@ class _Work:
 
 @dataclass(frozen=True)
 class SharedSampler(Sampler):
-    """A sampler that distributes the videos of rank 0's requests over all ranks."""
+    """A sampler of videos that distributes rank 0's requests over all ranks."""
 
     world: mesh.World = field(kw_only=True)
 
@@ -70,7 +72,7 @@ class SharedSampler(Sampler):
         *,
         decoding: str = "auto",
     ) -> NDArray[np.uint8]:
-        """Sample as `Sampler` does; on several ranks `on_step` is called once, at the end."""
+        """Sample videos as `Sampler` does; on several ranks `on_step` is called at the end only."""
         if self.world.mesh is None:
             return super().sample(requests, settings, bucket, on_step, decoding=decoding)
         work = _Work(tuple(requests), settings, bucket, decoding)
@@ -83,7 +85,7 @@ class SharedSampler(Sampler):
         return videos
 
     def compute(self, work: _Work) -> NDArray[np.uint8]:
-        """Sample this rank's share; returns all videos on rank 0, and an empty array on others.
+        """Sample this rank's share of the requested videos; rank 0 returns all, others nothing.
 
         Each rank samples the same number of videos, since ranks that share a model must call it
         equally often.
@@ -116,13 +118,16 @@ def _still_sampling(_: int) -> None:
 
 
 def refuse_wrong_samples(recipe: config.Recipe, run: RunDirectory) -> None:
-    """Refuse presets or a second expert that cannot be sampled in training; reads no weights."""
+    """Refuse a recipe whose presets, or second transformer, cannot be sampled in training.
+
+    No weights are read.
+    """
     training_presets(recipe, run)
     refuse_wrong_other(recipe)
 
 
 class TrainingSampler:
-    """Samples the presets of a recipe during training, and publishes their results."""
+    """Samples the recipe's presets of prompts during training; publishes videos and scores."""
 
     def __init__(
         self,
@@ -139,10 +144,11 @@ class TrainingSampler:
         self._memory = MemoryFallback()
         self._prompts: dict[tuple[str, ...], Any] = {}
         self.failure: str | None = None
-        """Reason why the prompts could not be encoded; then this launch samples nothing."""
+        """Reason why the presets' prompts could not be encoded; then this launch samples
+        nothing."""
 
     def encode_prompts(self, text: TextEncoder) -> None:
-        """Encode all prompts on rank 0, then use `text` as the text encoder from there on.
+        """Encode the presets' prompts on rank 0; from then on use `text` as the text encoder.
 
         Call it before the model is on the device: the encoder needs the memory.
         """
@@ -165,7 +171,7 @@ class TrainingSampler:
         self._parts = replace(self._parts, text=text)
 
     def sample(self, state: TrainingState, recorder: Recorder, stop: process.StopSignal) -> None:
-        """Sample the presets without a result of this step's checkpoint; all ranks must call it.
+        """Sample the presets that lack a result of this step's checkpoint; all ranks must call it.
 
         The checkpoint must be complete. A failure is recorded as an event, and training continues.
         """
@@ -198,9 +204,9 @@ class TrainingSampler:
             self._parts.bring(None, world.device)
 
     def _enter(self, opened: ExitStack, weights: str, state: TrainingState) -> SharedSampler:
-        """Return a sampler of `weights`, which the model holds until `opened` is closed.
+        """Return a sampler of the weights of this name, such as `model` or `ema/main`.
 
-        An error on one rank is raised on all.
+        The model holds them until `opened` is closed. An error on one rank is raised on all.
         """
         if self.failure is not None:
             raise errors.SamplingError(self.failure)
@@ -291,14 +297,14 @@ class TrainingSampler:
 
 
 def samples_at(section: config.SamplingSection, step: int, *, is_last: bool) -> bool:
-    """Return true if the recipe samples presets after this number of steps."""
+    """Return true if the recipe samples its presets after this number of training steps."""
     return section.every is not None and step > 0 and (is_last or step % section.every == 0)
 
 
 def open_sampler(
     session: Session, parts: Components, loader: Loader, evaluate: EvaluateSamples | None
 ) -> TrainingSampler | None:
-    """Open the sampler of a training, or return None if the recipe samples nothing in it.
+    """Open the sampler of a training; None if the recipe samples nothing during training.
 
     Encodes the prompts, so call it before the model is on the device. All ranks must call it.
 
@@ -350,7 +356,7 @@ def open_sampler(
 
 @contextmanager
 def _in_evaluation(model: nn.Module) -> Iterator[None]:
-    """Run the model without dropout in the block, and compile nothing for the presets' shapes."""
+    """Run the model without dropout in the context, and compile nothing for the presets' shapes."""
     model.eval()
     try:
         with torch.compiler.set_stance("force_eager"):
@@ -362,7 +368,7 @@ def _in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def _follow(sampler: SharedSampler) -> None:
-    """Sample this rank's share of all that rank 0 samples, until rank 0 ends the loop."""
+    """Sample this rank's share of each of rank 0's requests, until rank 0 ends the loop."""
     while True:
         heartbeat.set_phase("idle")
         work: _Work | None = collectives.from_first(
@@ -378,7 +384,7 @@ def _follow(sampler: SharedSampler) -> None:
 
 
 def _reraise_lost_peer(error: Exception) -> None:
-    """Raise an error that was caused by a lost rank, since training cannot continue then."""
+    """Raise the error again if a lost rank caused it, since training cannot continue then."""
     if mesh.tells_of_a_lost_peer(error):
         raise error
 

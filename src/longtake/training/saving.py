@@ -1,4 +1,4 @@
-"""Saves checkpoints of a training: when one is due, which states are saved, and what they hold.
+"""Saves checkpoints of a training: when to save, which states, and what trainer.json holds.
 
 No random state is saved, because all random numbers follow from the recipe's seed.
 """
@@ -35,7 +35,7 @@ _LAST_STATE_UNLIKE = (
 
 
 class SavedTrainer(files.SampledTrainer):
-    """Contents of trainer.json: everything to resume from except weights, EMA and optimizers."""
+    """Contents of a checkpoint's trainer.json: all state but weights, EMA and optimizers."""
 
     data: LoaderState
     guard: HistoryColumns
@@ -47,10 +47,11 @@ class SavedTrainer(files.SampledTrainer):
 def save_if_due(
     training: Training, ledger: Ledger, summary: StepSummary, *, is_last: bool, is_sampled: bool
 ) -> None:
-    """Save a checkpoint at the steps of the recipe, at a stop and at the end; record past saves.
+    """Save a checkpoint if one is due: by the recipe, at a stop, or at the end of the run.
 
-    Only a state is saved whose weights are finite and equal in all replicas. Otherwise the next
-    step's verdict reports it, or, if there is no next step, this function raises.
+    Saves that have completed since are recorded. Only a state is saved whose weights are finite and
+    equal in all replicas. Otherwise the next step's verdict reports it, or, if there is no next
+    step, this function raises.
 
     Raises:
         CheckpointError: two checkpoints in a row could not be written.
@@ -82,7 +83,7 @@ def save_if_due(
 
 
 def save_checkpoint(training: Training) -> None:
-    """Start to save everything that the next step and its verdict depend on.
+    """Start to save a checkpoint: everything that the next step and its verdict depend on.
 
     Returns when the state may change again; the saver reports later how the save ended. Frozen
     weights are not saved. All ranks must call it.
@@ -105,7 +106,7 @@ def save_checkpoint(training: Training) -> None:
 
 
 def state_parts(state: TrainingState) -> dict[str, store.State]:
-    """Return the tensors to save, by folder of the checkpoint; they share memory with the state."""
+    """Return a checkpoint's tensors by folder; they share memory with the training state."""
     model = state.components.model
     averages = {f"{EMA}/{name}": each for name, each in state.ema.states().items()}
     with fsdp.gradients_of_any_dtype(model):

@@ -28,21 +28,23 @@ class Session:
     console: Console
     precision: Precision
     parent: Parent | None = None
-    """The run whose weights this run begins with."""
+    """The run, and its step, with whose weights this run begins (`train --from`); None without
+    one."""
     differences: tuple[RankDifference, ...] = ()
-    """Differences between ranks, such as package versions, that may matter; shown as warnings."""
+    """Differences between the ranks' machines, such as package versions, that may change results;
+    shown as warnings."""
 
 
 @dataclass
 class TrainingState:
-    """Weights, optimizers, averages and step number: everything that changes from step to step."""
+    """Weights, optimizers, averages and step number: all state that changes from step to step."""
 
     components: Components
     optimizers: list[Optimizer]
     ema: Averages
     inputs: InputQueue
     global_step: int = 0
-    """Number of steps done; steps without samples and skipped updates count too."""
+    """Number of training steps done; steps without samples and skipped updates are included."""
 
 
 @dataclass
@@ -54,15 +56,16 @@ class SampleLosses:
     captioned: tuple[bool, ...]  # [B] true where the sample was trained with its caption
     _seconds: Callable[[], float]  # returns `compute_seconds`
     of_zero: Tensor | None = None
-    """[B] fp32 losses of predicting velocity 0; only at step 0 of pretrained weights."""
+    """Losses [B] in fp32 that a prediction of velocity 0 would have; only at step 0 of pretrained
+    weights."""
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """[B] Losses on the host; waits for the device, unless `set_losses` was called."""
+        """Losses [B] on the host; waits for the device, unless `set_losses` was called."""
         return tuple(self.on_device.tolist())
 
     def set_losses(self, losses: Sequence[float]) -> None:
-        """Set `losses` from numbers that were copied with another tensor, which saves a wait."""
+        """Set `losses` from numbers that came to the host with other sums, which saves a wait."""
         # `cached_property` looks in the instance's dictionary.
         vars(self)["losses"] = tuple(losses)
 

@@ -1,4 +1,4 @@
-"""Reports of a launch's beginning: settings, warnings, and seconds to the first step by part."""
+"""Reports of a launch's beginning: settings, warnings, and how long each part of it took."""
 
 import time
 from collections import Counter
@@ -27,13 +27,14 @@ PARTS: dict[heartbeat.Phase, str] = {
     "load": "load",
     "data": "first_batch",
 }
-"""Report names of a launch's phases before its first step; others count as `first_step`."""
+"""Names under which the startup report shows a launch's phases before its first step; all other
+time counts as `first_step`."""
 
 
 def announce(
     session: Session, state: TrainingState, loader: Loader, warnings: Sequence[str]
 ) -> None:
-    """Record the launch, and show its settings and warnings (rank 0)."""
+    """Record the beginning of a launch, and show its settings and warnings (rank 0)."""
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
     step, device = state.global_step, str(world.device)
     facts: dict[str, Any] = {
@@ -79,7 +80,7 @@ def announce(
 
 
 def _describe_changes(session: Session, loader: Loader, step: int, lost: int) -> list[str]:
-    """Describe steps that are trained again, changed data, and clips that are left out."""
+    """Describe what a resumed run does otherwise: repeated steps, changed data, excluded clips."""
     lines = []
     if lost:
         since = f"the checkpoint of step {step}" if step else "the beginning"
@@ -116,7 +117,7 @@ def announce_plan(session: Session, plan: MemoryPlan, step: int) -> None:
 
 
 def _describe_clips(loader: Loader) -> str:
-    """Count the clips and buckets of the remaining stages, in words."""
+    """Describe how many clips and buckets (clip shapes) the remaining stages of the data have."""
     parts = []
     for stage in loader.plan_history.plan.stages:
         # The last part of a stream has its whole epochs; parts before it are rests of earlier
@@ -129,7 +130,10 @@ def _describe_clips(loader: Loader) -> str:
 
 
 def attention_backend(device: torch.device) -> str | None:
-    """Name the attention kernel that torch chooses for bf16 and heads of 128; None on a CPU."""
+    """Return the name of the attention kernel that torch chooses for bf16 and heads of 128.
+
+    None on a CPU.
+    """
     if device.type != "cuda":
         return None
     heads = torch.empty(1, 2, 256, 128, dtype=torch.bfloat16, device=device)
@@ -150,7 +154,7 @@ def slow_attention(backend: str | None, capability: tuple[int, int]) -> str:
 
 
 def parts_so_far() -> dict[str, float]:
-    """Return the seconds in each part since this process was started, in order of the parts."""
+    """Return the seconds that this process has spent in each part of its launch, in order."""
     taken: dict[str, float] = dict.fromkeys((*PARTS.values(), "first_step"), 0.0)
     for phase, seconds in heartbeat.launch_seconds().items():
         taken[PARTS.get(phase, "first_step")] += seconds
@@ -171,7 +175,7 @@ def report_start(step: int, run: RunDirectory, world: mesh.World) -> None:
 
 
 def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Return the longest time of each part with its rank, and the `total` of the slowest rank."""
+    """Return each launch part's longest time and its rank, and the `total` of the slowest rank."""
     # A dict keeps the order in which the parts come.
     parts = {part: None for each in everyone for part in each}
     taken = {part: [each.get(part, 0.0) for each in everyone] for part in parts}
@@ -183,7 +187,7 @@ def slowest(everyone: Sequence[Mapping[str, float]]) -> dict[str, Any]:
 
 
 def _down_seconds(run: RunDirectory) -> float | None:
-    """Return the seconds since the last step of the launch before, if it crashed on this host.
+    """Return the seconds since the previous launch's last step, if it crashed on this host.
 
     None otherwise: clocks of two hosts cannot be compared.
     """

@@ -1,4 +1,4 @@
-"""Norms of the model, and the one all-reduce of each training step.
+"""Norms of weights, gradients and updates, and the one all-reduce of each training step.
 
 Every rank takes its decisions (skip, roll back, stop, save) from the same reduced numbers.
 """
@@ -31,10 +31,12 @@ _NO_LOSSES = {
     for quarter in range(_QUARTERS)
 }
 NO_FACTS: Mapping[str, float] = MappingProxyType({})
-"""Empty local facts of a step: no signal, no failed clip and no failed save."""
+"""Facts of a step on a rank that has none to report: no signal, no failed clip and no failed
+save."""
 _PROBES = 1024
-"""Elements probed per parameter, evenly spaced, to measure an update: a copy of all weights would
-double their memory. A parameter with at most this many elements is measured exactly."""
+"""Most elements per parameter that are compared before and after an update to measure it, evenly
+spaced: a copy of all weights would double their memory. A parameter with at most this many
+elements is measured exactly."""
 _ATTENTION = ("attn", "attention")
 _MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")
 
@@ -44,7 +46,7 @@ _MLP = ("mlp", "ffn", "ff", "feed_forward", "proj_mlp", "proj_out")
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of gradients, weights and last update, of the whole model and by group."""
+    """Norms of gradients, weights and last update, of the whole model and by parameter group."""
 
     grad_norm: float
     weight_norm: float
@@ -57,7 +59,7 @@ class Norms:
 
 
 class NormStats:
-    """Measures the norms of one model, with a single wait for the device per step."""
+    """Measures gradient, weight and update norms of a model; waits for the device once per step."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], world: mesh.World) -> None:
         groups = parameter_groups(model, blocks)
@@ -88,7 +90,7 @@ class NormStats:
 
     @torch.no_grad()
     def sums(self, losses: SampleLosses | None = None) -> dict[str, float]:
-        """Return this rank's share of all sums of squares that `norms` needs, before clipping.
+        """Return this rank's share of the sums of squares for `norms`, before clipping.
 
         The tensor of losses comes with them in the one wait for the device; a step with NaN or inf
         waits again to count them. The last update is forgotten.
@@ -163,7 +165,7 @@ class NormStats:
 
     @contextmanager
     def track_update(self, optimizers: Sequence[Optimizer] = ()) -> Iterator[None]:
-        """Measure the update that is made inside the block, and its learning rate."""
+        """Measure the optimizer's update that is made inside the context, and its learning rate."""
         before = self._probe() if self._probed is None else self._probed
         # Before the update: a step uses the rate that the optimizer estimated in the step before.
         adapted = [adapted_rate(group) for each in optimizers for group in each.param_groups]
@@ -178,7 +180,7 @@ class NormStats:
         self._update = sums.index_add_(0, self._probe_group, moved.double())
 
     def last_update(self) -> dict[str, float]:
-        """Return this rank's share of the last update's sums of squares, and keep the update."""
+        """Return this rank's share of the last update's sums of squares, and keep them."""
         self._update = self._take_update()
         named = self._named("update", self._update.tolist())
         own = {name: value / self._copies for name, value in named.items()}
@@ -200,7 +202,7 @@ class NormStats:
         return torch.cat([local_shard(each).flatten()[::stride].float() for each, stride in pairs])
 
     def _take_update(self) -> Tensor:
-        """[groups] Return the sums of squares of the last update, and forget it."""
+        """Return the last update's sums of squares [groups], and forget them."""
         update, self._update = self._update, None
         if update is not None:
             return update
@@ -231,7 +233,7 @@ def _ratio(update: float, weight: float) -> float:
 
 
 def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str, str]:
-    """Return the group (one of `longtake.guard.history.GROUPS`) of each trained parameter, by name.
+    """Return the group of each trained parameter, by name: one of `longtake.guard.history.GROUPS`.
 
     `embedding` holds the layers before and after the blocks, `added` the user's own module, `other`
     the norms and the modulation of blocks.
@@ -259,12 +261,12 @@ def parameter_groups(model: nn.Module, blocks: Sequence[nn.Module]) -> dict[str,
 
 @dataclass(frozen=True)
 class StepSummary:
-    """Facts about a step that are reduced over all ranks, and equal on each."""
+    """Facts about a training step that are reduced over all ranks, and equal on each."""
 
     statistics: StepStatistics  # meaningless if no sample was trained
     scale: float  # the batch's global size over the number of samples that were trained
     num_failures: int
-    """Clips that could not be used plus decoders that were replaced, over all ranks."""
+    """Number of clips that could not be used, plus decoders that were replaced, over all ranks."""
     stop: str | None  # most urgent signal that asked any rank to stop
     save_failed: bool  # true if any rank could not write its part of a checkpoint
     save_due: bool  # true if `checkpoint.minutes` have passed by rank 0's clock
@@ -315,7 +317,10 @@ def replicated_tensors(state: TrainingState) -> dict[str, Tensor]:
 
 
 def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
-    """Sum losses and count samples by population and quarter of the sigmas, without stand-ins."""
+    """Sum losses and count samples, with and without caption, by quarter of the noise level.
+
+    Stand-ins for clips that could not be decoded are left out.
+    """
     sums = dict(_NO_LOSSES)
     for loss, sigma, has_caption, weight in zip(
         samples.losses, samples.sigmas, samples.captioned, batch.weights.tolist(), strict=True
@@ -330,7 +335,7 @@ def _losses(samples: SampleLosses, batch: Batch) -> dict[str, float]:
 
 
 def _loss_levels(losses: Sequence[float], counts: Sequence[float]) -> tuple[float, ...]:
-    """[6] Return a population's mean loss, number of samples and mean losses by quarter."""
+    """Return mean loss, number of samples and mean losses by quarter of the noise level [6]."""
     means = [
         loss / count if count else math.nan for loss, count in zip(losses, counts, strict=True)
     ]
@@ -372,7 +377,10 @@ def _statistics(
 
 
 def edge_of(batch: Batch) -> str | None:
-    """Describe the epoch or stage that begins with a batch; None for others and the run's first."""
+    """Describe the epoch or stage that begins with a batch.
+
+    None for other batches, and for the run's first.
+    """
     if not batch.begins_epoch or batch.step == 0:
         return None
     source = "" if batch.source == "catalog" else f" (catalog {batch.source})"

@@ -22,7 +22,7 @@ from longtake.training.session import SampleLosses, Session, TrainingState
 
 
 def begin_step(session: Session, state: TrainingState, batch: Batch) -> Batch:
-    """Seed a step and return its batch, with the same clips on all ranks that share its tokens."""
+    """Seed a training step, and return its batch without clips that a rank could not decode."""
     heartbeat.begin_step(state.global_step, str(batch.bucket))
     batch = drop_undecodable(batch, session.world)
     seed_step(session.recipe.seed, state.global_step, session.world.rank)
@@ -56,7 +56,7 @@ def drop_undecodable(batch: Batch, world: mesh.World) -> Batch:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Seed the generators of Python, numpy and torch for one step, for operations inside the model.
+    """Seed Python, numpy and torch for one step, for random operations inside the model.
 
     Noise, sigmas and the dropout of captions have the seeds of their samples instead (`inputs.py`).
 
@@ -114,7 +114,7 @@ def _micro_batch_size(session: Session, batch: Batch) -> int:
 
 
 def prepare_next(session: Session, state: TrainingState, loader: Loader) -> None:
-    """Start to encode and to draw noise for the next batch, while the device computes this one."""
+    """Start to encode the next batch and draw its noise, while the device computes this one."""
     if state.inputs.encodes_ahead:
         batch = loader.decoded_next()
         size = 1 if batch is None else _micro_batch_size(session, batch)
@@ -136,7 +136,7 @@ class ComputeTimer:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Time the block; on a GPU, by two events on the current stream."""
+        """Time a forward pass inside the context; on a GPU, by two events on the current stream."""
         if not self._is_cuda:
             begun = time.perf_counter()
             yield
@@ -164,8 +164,8 @@ def apply_update(
     """Clip the gradients, update weights and EMA, clear the gradients; return the learning rate.
 
     Args:
-        session: recipe and ranks.
-        state: its step is increased by 1.
+        session: recipe and ranks of this launch.
+        state: training state; its step is increased by 1.
         grad_norm: norm over all ranks of the gradient of the mean loss.
         scale: factor that turns the accumulated gradients into those of the mean loss: the batch's
             global size over the number of its samples that were trained.

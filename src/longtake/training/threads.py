@@ -33,7 +33,7 @@ _GAIN = 0.9  # share of the present number's time that another must stay below t
 
 
 class SavedThreads(TypedDict):
-    """The number of CPU threads as trainer.json holds it."""
+    """The chosen number of CPU threads, as a checkpoint's trainer.json holds it."""
 
     number: Count
     seconds: Finite  # per unit of work when the number was chosen; 0: not measured
@@ -41,7 +41,7 @@ class SavedThreads(TypedDict):
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """A number of CPU threads chosen by a trial."""
+    """A number of CPU threads that was chosen by timing steps with several numbers."""
 
     before: int
     number: int
@@ -51,12 +51,12 @@ class ThreadChoice:
 
 @dataclass
 class ThreadTuner:
-    """Chooses a number of threads by the times of steps, without setting it.
+    """Chooses a number of CPU threads by the times of training steps, without setting it.
 
     Args:
         numbers: candidates, the present one first.
-        usual: seconds per unit of work with the present one, from an earlier launch; 0: unknown, so
-            that a trial starts in the first steps.
+        usual: seconds per unit of work with the present number, from an earlier launch; 0: unknown,
+            so that a trial starts in the first steps.
     """
 
     numbers: Sequence[int]
@@ -74,7 +74,10 @@ class ThreadTuner:
         self._is_first = not self.usual
 
     def step_done(self, seconds: float, work: float) -> ThreadChoice | None:
-        """Add a step's time and amount of work; returns the choice if the step ended a trial."""
+        """Add a step's time and amount of work; return the chosen number if it ended a trial.
+
+        A trial computes some steps with each candidate number of CPU threads.
+        """
         unit = seconds / work
         if self._trial:
             number = self._trial.pop(0)
@@ -113,12 +116,12 @@ class ThreadTuner:
 
 
 class CpuThreads:
-    """Sets the number of CPU threads for each step; does nothing on a GPU.
+    """Sets the number of CPU threads for each training step; does nothing on a GPU.
 
     The number is fixed if OMP_NUM_THREADS is set, or if several ranks share the cores.
 
     Args:
-        world: the ranks.
+        world: ranks of the launch.
         saved: number in the checkpoint that training resumes from; None in a new run.
     """
 
@@ -138,7 +141,7 @@ class CpuThreads:
             torch.set_num_threads(number)  # the plan is made with it, too
 
     def set_work(self, sample_flops: Mapping[Bucket, int], batch_size: int) -> None:
-        """Leave out numbers of threads that are too large for the work of one step.
+        """Give up candidate numbers of CPU threads that are too large for the work of one step.
 
         Args:
             sample_flops: operations of a step on one clip of each shape; empty if unknown.
@@ -155,7 +158,7 @@ class CpuThreads:
 
     @contextmanager
     def measured(self, batch: Batch) -> Iterator[None]:
-        """Set the number of threads for the step that is computed in the block, and time it."""
+        """Set the number of CPU threads for a step, computed inside the context, and time it."""
         self.choice = None
         if self._tuner is None or len(self._tuner.numbers) == 1:
             yield
@@ -170,13 +173,13 @@ class CpuThreads:
         self.choice = self._tuner.step_done(time.perf_counter() - begun, work)
 
     def state(self) -> SavedThreads:
-        """Return the number of threads to save in a checkpoint."""
+        """Return the number of CPU threads that a step uses, as a record for the checkpoint."""
         if self._tuner is None:
             return SavedThreads(number=torch.get_num_threads(), seconds=0.0)
         return SavedThreads(number=self._tuner.present, seconds=self._tuner.usual)
 
     def difference(self) -> str | None:
-        """Return a warning if a resumed run's results differ in their last bits from here on."""
+        """Return a warning if the CPU threads of a resumed run change its results' last bits."""
         now = torch.get_num_threads()
         if self._saved is None or self._saved["number"] == now or not self._is_cpu:
             return None

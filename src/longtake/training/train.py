@@ -1,4 +1,4 @@
-"""One run, from a recipe to its last checkpoint: builds the parts and owns their lifetimes."""
+"""Trains one run from a recipe to its last checkpoint: builds all parts and closes them again."""
 
 import gc
 import os
@@ -53,7 +53,7 @@ from longtake.training.threads import CpuThreads
 
 @dataclass(frozen=True)
 class TrainOutcome:
-    """Result of a launch: steps, seconds, and the signal that ended it."""
+    """Result of a launch of `train`: steps, seconds, and the signal that ended it."""
 
     start_step: int  # steps done before this launch
     end_step: int  # steps done at its end
@@ -65,7 +65,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class _Launch:
-    """Facts about a launch that are known before the step that it resumes from."""
+    """Recipe, ranks and other facts of a launch that do not depend on the resumed checkpoint."""
 
     recipe: Recipe
     run: RunDirectory
@@ -133,7 +133,10 @@ def train(
 
 
 def _refuse_launch(recipe: Recipe, world: World) -> tuple[equality.RankDifference, ...]:
-    """Refuse what these ranks cannot train; returns differences between them that may matter."""
+    """Refuse a recipe that these ranks cannot train.
+
+    Returns differences between the ranks' machines that may change results.
+    """
     differences = equality.compare_with_first(equality.software(recipe, world.device), world)
     refuse_idle_ranks(recipe, world.data_size)
     refuse_missing_torchao(recipe.optimizer)
@@ -143,7 +146,7 @@ def _refuse_launch(recipe: Recipe, world: World) -> tuple[equality.RankDifferenc
 
 
 def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
-    """Open a loader at the first step; raises errors in the data before the run exists."""
+    """Open a data loader at the first step; raises errors in the data before the run exists."""
     loader = Loader(
         recipe.data,
         batch_size=recipe.training.global_batch_size,
@@ -193,7 +196,7 @@ def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> BuiltRu
 
 
 def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader) -> BuiltRun:
-    """Plan, build and load everything to train; what can be refused soonest comes first."""
+    """Plan, build and load all objects of a training; checks that fail soonest come first."""
     recipe, world = session.recipe, session.world
     _refuse_other_plans(loader, world)
     # Before the plan, whose memory on a CPU depends on the number of threads.
@@ -242,7 +245,7 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
 
 
 def _check(session: Session, loader: Loader, threads: CpuThreads) -> list[str]:
-    """Check the data of a launch; returns warnings of data, packages, threads and other ranks."""
+    """Check a launch's data; return warnings about data, packages, CPU threads and other ranks."""
     recipe, world, warnings = session.recipe, session.world, list[str]()
     history = loader.plan_history
 
@@ -265,7 +268,7 @@ def _build_parts(
     plan: MemoryPlan,
     warnings: list[str],
 ) -> Components:
-    """Build the model and its frozen parts, and load the LoRA file that a new run begins with.
+    """Build model, codec and text encoder; load the LoRA file with which a new run begins.
 
     Warnings about the model are appended to `warnings`.
     """
@@ -287,7 +290,7 @@ def _announce(
     plan: MemoryPlan,
     warnings: Sequence[str],
 ) -> None:
-    """Show and record a launch's settings, warnings and memory plan, and captions that are cut."""
+    """Show and record a launch's settings, warnings and memory plan, and truncated captions."""
     with pretrained.local_copies():
         facts, truncated = caption_tokens.review_captions(
             text_section(session.recipe),
@@ -302,7 +305,7 @@ def _announce(
 
 
 def _tensors(parts: Components) -> dict[str, torch.Tensor]:
-    """Collect weights and buffers of all parts that have memory, trained or frozen, by name."""
+    """Collect weights and buffers of model, codec and text encoder that have memory, by name."""
     modules = [parts.model, *parts.codec.modules(), *parts.text.modules()]
     return {
         f"{type(module).__name__}: {name}": each
@@ -314,7 +317,7 @@ def _tensors(parts: Components) -> dict[str, torch.Tensor]:
 
 
 def _refuse_other_plans(loader: Loader, world: World) -> None:
-    """Refuse ranks whose data differ, as each rank reads the catalogs for itself.
+    """Refuse to train if ranks have read different data, as each reads the catalogs for itself.
 
     Raises:
         DataError: a rank would train other clips than rank 0.
@@ -332,9 +335,10 @@ def _refuse_other_plans(loader: Loader, world: World) -> None:
 
 
 def _begin_ledger(session: Session, loader: Loader) -> Path:
-    """Create this launch's ledger folder, with the data plans with which an audit compares it.
+    """Create the folder of this launch's ledger of trained samples, with the data plans.
 
-    The run adopts changed keys of the recipe only here, after every check that could refuse them.
+    `longtake data audit` compares the two. The run adopts changed keys of the recipe only here,
+    after every check that could refuse them.
     """
     run, world = session.run, session.world
     made: list[Path] = []
@@ -372,7 +376,10 @@ def _train(built: BuiltRun, lease: Lease | None) -> TrainOutcome:
 
 @contextmanager
 def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
-    """Open saver, recorder and stop signal around the steps; wait for a pending save at the end."""
+    """Open saver, recorder and stop signal of a training, and close them after its steps.
+
+    Closing waits for a pending save.
+    """
     session = built.session
     recipe, run, world = session.recipe, session.run, session.world
     plan, start = built.plan, built.state.global_step
@@ -404,7 +411,7 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
 
 
 def _train_with_rollbacks(training: Training) -> LoopExit:
-    """Train to the end, rolling back as often as the guard demands and permits."""
+    """Train to the end, and roll back to a checkpoint whenever the guard demands and permits it."""
     session, recorder, ledger_path = training.session, training.recorder, training.ledger
     names, world = stream_names(session.recipe.data), session.world
     if samples.samples_at(session.recipe.sampling, training.state.global_step, is_last=False):
