@@ -4,10 +4,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from tests.evaluation.probe import BeforeTask, Probe
+
 from longtake.checkpoint.files import commit, describe_files, list_files, needed_steps
+from longtake.evaluation.options import ServerOptions, ServerReport
+from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.fsio import append_json, write_json
 from longtake.lease import history
+from longtake.node_dir import read_events
+from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 
 
@@ -24,11 +31,40 @@ def leftovers(run: RunDirectory) -> list[Path]:
     return [*run.path.glob("evaluations/*/.*"), *map(run.checkpoint_path, needed_steps(run))]
 
 
-def steps_in(events: list[dict[str, Any]], kind: str) -> list[int]:
-    return [event["step"] for event in events if event["event"] == kind]
+def steps_in(run: RunDirectory, kind: str) -> list[int]:
+    """Steps of the events of a kind that servers have written to a run."""
+    return [event["step"] for event in read_events(run) if event["event"] == kind]
 
 
-def write_checkpoint(path: Path, content: bytes) -> Path:
+def save(run: RunDirectory, *steps: int, content: bytes = b"") -> Path:
+    """Save small checkpoints of some steps; returns the last one's folder."""
+    for step in steps:
+        path = _write_checkpoint(run.checkpoint_path(step), content or f"{step}".encode())
+    return path
+
+
+def serve(
+    place: RunDirectory | Path,
+    before: BeforeTask | None = None,
+    stop: StopSignal | None = None,
+    **options: Any,
+) -> EvaluationServer:
+    """Serve a run, or a folder of runs, in this process, by a `Probe`; returns the server."""
+    path = place.path if isinstance(place, RunDirectory) else place
+    report = ServerReport(Console(width=400))  # prints, for capsys
+    with stop or StopSignal() as entered:
+        chosen = ServerOptions((path,), look_seconds=0.02, lease_seconds=1.0, **options)
+        server = EvaluationServer(chosen, Probe(before=before), report, entered)
+        server.serve()
+    return server
+
+
+def at_10(act: Callable[[], object]) -> BeforeTask:
+    """Act before the checkpoint of step 10 is evaluated, for `serve`."""
+    return lambda task, *_: act() if task.step == 10 else None
+
+
+def _write_checkpoint(path: Path, content: bytes) -> Path:
     for part in ("model", "ema/main"):
         (path / part).mkdir(parents=True, exist_ok=True)
         for name in ("__0_0.distcp", ".metadata"):
@@ -71,9 +107,6 @@ class Trainer:
             write(folder / name, weights if name.endswith("distcp") else b"{}")
         commit(folder, describe_files(folder, names))
         return folder
-
-
-Train = Callable[[Path], Trainer]
 
 
 def write(path: Path, content: bytes) -> None:

@@ -10,15 +10,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from rich.console import Console
 from tests.cluster.hosts import Cluster
 from tests.evaluation import probe
-from tests.evaluation.build import MakeRun, Train, Trainer, write_checkpoint
-from tests.evaluation.probe import Probe
+from tests.evaluation.build import MakeRun, Trainer
 
-from longtake.evaluation.options import ServerOptions, ServerReport
-from longtake.evaluation.server import EvaluationServer
-from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 
 _RECIPE = """
@@ -37,9 +32,6 @@ tensorboard = false
 prompts = ["a red square moves left"]
 """
 
-Save = Callable[..., Path]
-Serve = Callable[..., EvaluationServer]
-
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> MakeRun:
@@ -57,34 +49,6 @@ def make_run(tmp_path: Path) -> MakeRun:
 @pytest.fixture
 def run(make_run: MakeRun) -> RunDirectory:
     return make_run()
-
-
-@pytest.fixture
-def save() -> Save:
-    """Saves a checkpoint: `save(run, 10, b"its bytes")`."""
-
-    def save(run: RunDirectory, step: int, content: bytes = b"") -> Path:
-        return write_checkpoint(run.checkpoint_path(step), content or f"{step}".encode())
-
-    return save
-
-
-@pytest.fixture
-def serve() -> Serve:
-    """Lets a server of this process serve: `serve(run, work, follows=True)`; gives it back."""
-
-    def serve(
-        place: RunDirectory | Path, work: Any = None, stop: StopSignal | None = None, **options: Any
-    ) -> EvaluationServer:
-        path = place.path if isinstance(place, RunDirectory) else place
-        given = ServerOptions((path,), look_seconds=0.02, lease_seconds=1.0, **options)
-        report = ServerReport(Console(width=400))  # prints, for capsys
-        with stop or StopSignal() as entered:
-            server = EvaluationServer(given, work or Probe(), report, entered)
-            server.serve()
-        return server
-
-    return serve
 
 
 @pytest.fixture
@@ -109,19 +73,14 @@ def probing(start_warm: Callable[..., Any], tmp_path: Path) -> Callable[..., Any
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder of one run, `one [a]`, with two checkpoints."""
+def trainer(tmp_path: Path) -> Trainer:
+    """The training of a run `one [a]`, with two checkpoints; skips where rsync is missing."""
     if not shutil.which("rsync"):
         pytest.skip("rsync is not installed")
     trainer = Trainer(tmp_path / "runs" / "one [a]")
     trainer.save(1)
     trainer.save(2)
-    return tmp_path / "runs"
-
-
-@pytest.fixture
-def train() -> Train:
-    return Trainer
+    return trainer
 
 
 @pytest.fixture(scope="module")

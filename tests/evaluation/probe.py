@@ -8,6 +8,7 @@ import hashlib
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -21,6 +22,8 @@ from longtake.fsio import now
 from longtake.process import StopSignal
 from longtake.sampling.claims import EvaluationTask, Progress, own_name
 
+BeforeTask = Callable[[EvaluationTask, Path, Progress], object]
+
 
 class Probe:
     """Reads the weights as a sampler does, then takes its time.
@@ -28,15 +31,19 @@ class Probe:
     Args:
         seconds: how long it takes on average.
         gate: a file that it waits for before it ends, if given.
+        before: what it does before it reads the weights, if given.
     """
 
-    def __init__(self, seconds: float = 0.0, gate: Path | None = None) -> None:
-        self._seconds, self._gate = seconds, gate
+    def __init__(
+        self, seconds: float = 0.0, gate: Path | None = None, before: BeforeTask | None = None
+    ) -> None:
+        self._seconds, self._gate, self._before = seconds, gate, before
         self._random = random.Random(os.getpid())  # noqa: S311 - no secret
-        self.done: list[tuple[str, int]] = []
 
     def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
         """See `Evaluate`."""
+        if self._before is not None:
+            self._before(task, folder, progress)
         progress("load", 0, 1)
         read = read_weights(task.checkpoint, task.preset.weights)
         (folder / "00_s0.mp4").write_text(read)
@@ -44,7 +51,6 @@ class Probe:
         while time.monotonic() < end or (self._gate is not None and not self._gate.exists()):
             progress("sample", 0, 1)
             time.sleep(0.01)
-        self.done.append((task.preset.name, task.step))
         video: VideoScores = {"file": "00_s0.mp4", "prompt": read, "seed": 0, "measures": {}}
         scores = scores_of(task.step, task.key, own_name(), task.preset.name)
         return {**scores, "weights": task.preset.weights, "videos": [video]}

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 from tests.build import wait_until
-from tests.evaluation.build import MakeRun, claims_of, leftovers, steps_in
-from tests.evaluation.probe import Probe, scores_of
+from tests.evaluation.build import MakeRun, claims_of, leftovers, save, serve, steps_in
+from tests.evaluation.probe import scores_of
 
 from longtake import fsio
 from longtake.checkpoint.files import needed_steps
@@ -24,13 +24,14 @@ from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
 from longtake.fsio import append_json, partial_path, write_json
 from longtake.lease import history
 from longtake.node_dir import read_events
-from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
-from longtake.sampling.claims import checkpoint_key, forget_server
+from longtake.sampling.claims import EvaluationTask, Progress, checkpoint_key, forget_server
+
+_OTHER = "[evaluation.presets.other]\nprompts = ['a blue circle']\n"
 
 
 def test_bytes_that_are_not_there_yet_are_no_attempt(
-    run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     weights = save(run, 10) / "ema" / "main" / "__0_0.distcp"
     whole = weights.read_bytes()
@@ -45,140 +46,122 @@ def test_bytes_that_are_not_there_yet_are_no_attempt(
     assert {record["ended"] for record in claims_of(run, 10)} == {"damaged", "done"}
 
 
-class _Failing:
-    """Fails at some steps; else as the probe."""
+class _FailsAt10:
+    """Fails at step 10, with half a video; notes which steps are tried."""
 
-    def __init__(self, work: Any, error: Exception, steps: tuple[int, ...]) -> None:
-        self._work, self._error, self._steps = work, error, steps
-        self.tried: list[int] = []
+    def __init__(self, error: Exception) -> None:
+        self._error, self.tried = error, list[int]()
 
-    def __call__(self, task: Any, folder: Path, tick: Any) -> Any:
+    def __call__(self, task: EvaluationTask, folder: Path, _: Progress) -> None:
         self.tried.append(task.step)
-        if task.step in self._steps:
+        if task.step == 10:
             (folder / "half.mp4").write_text("half")
             raise self._error
-        return self._work(task, folder, tick)
 
 
-def test_a_failure_goes_last_and_is_tried_so_often(
-    run: RunDirectory, save: Any, serve: Any
-) -> None:
-    for step in (10, 20, 30):
-        save(run, step)
-    work = _Failing(Probe(), RuntimeError("boom"), (10,))
+def test_a_failure_goes_last_and_is_tried_so_often(run: RunDirectory) -> None:
+    save(run, 10, 20, 30)
+    work = _FailsAt10(RuntimeError("boom"))
     server = serve(run, work)
     assert work.tried == [10, 20, 30, 10, 10]
     assert server.failed == {f"{run.path}: probe of step 10"}
-    again = _Failing(Probe(), RuntimeError("boom"), (10,))
+    again = _FailsAt10(RuntimeError("boom"))
     serve(run, again)
     assert again.tried == []
     records = claims_of(run, 10)
     assert [(record["ended"], record["reason"]) for record in records] == [
         ("failed", "RuntimeError: boom")
     ] * 3
-    assert "half.mp4" in records[0]["traceback"] or "raise self._error" in records[0]["traceback"]
+    assert "raise self._error" in records[0]["traceback"]
     failed = [event for event in read_events(run) if event["event"] == "evaluation_failed"]
     assert [event["attempt"] for event in failed] == [1, 2, 3]
     assert leftovers(run) == []
 
 
-def test_a_preset_that_cannot_be_is_tried_once(
-    make_run: MakeRun, save: Any, serve: Any, capsys: Any
-) -> None:
-    other = "[evaluation.presets.other]\nprompts = ['a blue circle']\n"
-    run = make_run(more=other)
-    for step in (10, 20):
-        save(run, step)
+def test_a_preset_that_cannot_be_is_tried_once(make_run: MakeRun, capsys: Any) -> None:
+    run = make_run(more=_OTHER)
+    save(run, 10, 20)
 
-    def work(task: Any, folder: Path, tick: Any) -> Any:
+    def refuse_other(task: EvaluationTask, *_: object) -> None:
         if task.preset.name == "other" and task.preset.prompts[0] == "a blue circle":
             raise RecipeError("33 cannot be divided by 8. Take 32.")
-        return Probe()(task, folder, tick)
 
-    server = serve(run, work)
+    server = serve(run, refuse_other)
     assert [each["preset"] for each in server.evaluated] == ["probe", "probe"]
     assert capsys.readouterr().out.count("33 cannot be divided") == 1
     assert [record["final"] for record in claims_of(run, 10, "other")] == [True]
     assert claims_of(run, 20, "other") == []
     run.recipe_path.write_text(run.recipe_path.read_text().replace("a blue circle", "a red one"))
-    assert [each["step"] for each in serve(run, work).evaluated] == [10, 20]
+    assert [each["step"] for each in serve(run, refuse_other).evaluated] == [10, 20]
 
 
-def test_a_full_disk_is_not_the_presets_fault(run: RunDirectory, save: Any, serve: Any) -> None:
+def test_a_full_disk_is_not_the_presets_fault(run: RunDirectory) -> None:
     save(run, 10)
     error = DataError("00_s0.mp4 cannot be written: No space left on device.")
     error.__cause__ = OSError(28, "No space left on device")
-    work = _Failing(Probe(), error, (10,))
+    work = _FailsAt10(error)
     serve(run, work)
     assert work.tried == [10, 10, 10]
 
 
-def test_a_checkpoint_that_is_deleted_meanwhile_is_no_failure(
-    run: RunDirectory, save: Any, serve: Any
-) -> None:
-    save(run, 10)
-    save(run, 20)
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_failure(run: RunDirectory) -> None:
+    save(run, 10, 20)
 
-    def work(task: Any, folder: Path, tick: Any) -> Any:
+    def delete_10(task: EvaluationTask, *_: object) -> None:
         if task.step == 10:
             shutil.rmtree(task.checkpoint)
-        return Probe()(task, folder, tick)
 
-    server = serve(run, work)
+    server = serve(run, delete_10)
     assert [each["step"] for each in server.evaluated] == [20]
     assert server.failed == set()
     assert [record["ended"] for record in claims_of(run, 10)] == ["gone"]
 
 
-def test_what_failed_rests_while_a_server_follows(run: RunDirectory, save: Any, serve: Any) -> None:
+def test_what_failed_rests_while_a_server_follows(run: RunDirectory) -> None:
     """So that what was wrong, such as a full disk, has time to pass."""
     save(run, 10)
     append_json(run.events_path, {"time": "1", "event": "finished"})
     tried: list[float] = []
 
-    def work(task: Any, folder: Path, tick: Any) -> Any:
+    def fail_first(*_: object) -> None:
         tried.append(time.monotonic())
         if len(tried) == 1:
             raise OSError(28, "No space left on device")
-        return Probe()(task, folder, tick)
 
-    server = serve(run, work, follows=True, until_finished=True, pause_seconds=0.4)
+    server = serve(run, fail_first, follows=True, until_finished=True, pause_seconds=0.4)
     assert len(server.evaluated) == 1
     assert server.failed == set()
     assert tried[1] - tried[0] >= 0.4
 
 
 def test_a_preset_that_does_not_fit_the_memory_is_tried_again_later(
-    make_run: MakeRun, save: Any, serve: Any, monkeypatch: pytest.MonkeyPatch
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=time.monotonic)
     monkeypatch.setattr(pending, "time", clock)
-    run = make_run(more="[evaluation.presets.other]\nprompts = ['a blue circle']\n")
-    for step in (10, 20):
-        save(run, step)
-    stop, tried = StopSignal(), list[tuple[str, int]]()
+    run = make_run(more=_OTHER)
+    save(run, 10, 20)
+    tried = list[tuple[str, int]]()
 
-    def work(task: Any, folder: Path, tick: Any) -> Any:
+    def fail_first(task: EvaluationTask, *_: object) -> None:
         tried.append((task.preset.name, task.step))
         if len(tried) == 1:
             raise PlanError("One video does not fit the memory.")
         if len(tried) == 3:  # nothing else is left to do
             monkeypatch.setattr(clock, "monotonic", lambda: time.monotonic() + 600)
         if len(tried) == 5:
-            stop.request("all done")
-        return Probe()(task, folder, lambda *said: None)
+            append_json(run.events_path, {"time": "1", "event": "finished"})
 
-    server = serve(run, work, stop, follows=True, pause_seconds=0.0)
+    server = serve(run, fail_first, follows=True, until_finished=True, pause_seconds=0.0)
     assert tried[:3] == [("probe", 10), ("other", 10), ("other", 20)]
     assert set(tried[3:]) == {("probe", 10), ("probe", 20)}
     assert server.failed == set()
-    assert [record["final"] for record in claims_of(run, 10) if record["ended"] == "failed"] == [
-        False
-    ]
+    failed = [record["final"] for record in claims_of(run, 10) if record["ended"] == "failed"]
+    assert failed == [False]
 
 
 def test_what_cannot_be_claimed_is_told_with_its_reason(
-    run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(run, 10)
     EvaluationDirectory(run).path.mkdir()
@@ -209,11 +192,7 @@ def test_a_report_tells_each_thing_once_and_forgets_what_is_long_past(
 
 
 def test_a_preset_that_is_kept_is_served_from_a_full_disk(
-    run: RunDirectory,
-    save: Any,
-    serve: Any,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save(run, 10)
     serve(run)
@@ -234,7 +213,7 @@ def test_a_preset_that_is_kept_is_served_from_a_full_disk(
 
 
 def test_a_checkpoint_whose_commit_is_garbage_is_told_of(
-    run: RunDirectory, save: Any, serve: Any, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (save(run, 10) / "COMMITTED").write_bytes(b"")
     save(run, 20)
@@ -243,7 +222,7 @@ def test_a_checkpoint_whose_commit_is_garbage_is_told_of(
 
 
 def test_a_server_that_was_stopped_too_long_does_not_publish(
-    run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
+    run: RunDirectory, probing: Any, tmp_path: Path
 ) -> None:
     """Of another machine, so that nobody can tell it from a dead one; it wakes and goes on."""
     save(run, 10)
@@ -265,15 +244,14 @@ def test_a_server_that_was_stopped_too_long_does_not_publish(
         stopped.terminate()
         assert stopped.wait(20) == 0
     assert directory.scores("probe", 10) == first
-    events = list(read_events(run))
-    assert steps_in(events, "evaluation_finished") == [10, 20]
-    lost = [event for event in events if event["event"] == "evaluation_lost"]
-    assert [event["by"].endswith(f"-{stopped.pid}") for event in lost] == [True]
+    assert steps_in(run, "evaluation_finished") == [10, 20]
+    (lost,) = (event for event in read_events(run) if event["event"] == "evaluation_lost")
+    assert lost["by"].endswith(f"-{stopped.pid}")
     assert not list(directory.path.glob("*/.*"))
 
 
 def test_a_checkpoint_that_kills_its_servers_is_given_up(
-    run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path, capsys: Any
+    run: RunDirectory, probing: Any, tmp_path: Path, capsys: Any
 ) -> None:
     save(run, 10)
     directory = EvaluationDirectory(run)
@@ -292,7 +270,7 @@ def test_a_checkpoint_that_kills_its_servers_is_given_up(
 
 
 def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
-    make_run: MakeRun, save: Any, serve: Any, tmp_path: Path
+    make_run: MakeRun, tmp_path: Path
 ) -> None:
     """Its partial result is removed, so that the small files fit; the checkpoint comes again."""
     disk = tmp_path / "disk"
@@ -304,17 +282,15 @@ def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
         pytest.skip("mounting a small disk takes root")
     try:
         run = make_run("disk/run")
-        for step in (10, 20):
-            save(run, step)
+        save(run, 10, 20)
         hog = run.path / "hog"
 
-        def work(task: Any, folder: Path, tick: Any) -> Any:
+        def fill_the_disk(task: EvaluationTask, folder: Path, _: Progress) -> None:
             if task.step == 10 and not hog.exists() and task.attempts == 0:
                 hog.write_bytes(bytes(300_000))
                 (folder / "big.mp4").write_bytes(bytes(1_000_000))
-            return Probe()(task, folder, tick)
 
-        server = serve(run, work)
+        server = serve(run, fill_the_disk)
         assert [each["step"] for each in server.evaluated] == [20, 10]
         claims = [history(path) for path in (run.path / "evaluations/claims/probe").iterdir()]
         endings = sorted([record["ended"] for record in each] for each in claims)
@@ -324,22 +300,19 @@ def test_a_server_on_a_full_disk_goes_on_when_there_is_room(
         subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_who_comes_second_drops_its_own(run: RunDirectory, save: Any, serve: Any) -> None:
-    save(run, 10)
-    save(run, 20)
+def test_who_comes_second_drops_its_own(run: RunDirectory) -> None:
+    save(run, 10, 20)
     directory = EvaluationDirectory(run)
 
-    def work(task: Any, folder: Path, tick: Any) -> Any:
+    def publish_first(task: EvaluationTask, *_: object) -> None:
         if task.step == 20:  # the run went back, and another has evaluated what it saved anew
-            save(run, 20, b"saved anew")
-        own: Any = Probe()(task, folder, tick) if task.step == 10 else {}
+            save(run, 20, content=b"saved anew")
         whole = directory.result_path("probe", task.step)
         whole.mkdir(parents=True)
-        key = task.key if task.step == 10 else checkpoint_key(task.checkpoint, task.preset.weights)
-        write_json(whole / "scores.json", scores_of(task.step, str(key), "the first"))
-        return own
+        key = str(checkpoint_key(task.checkpoint, task.preset.weights))
+        write_json(whole / "scores.json", scores_of(task.step, key, "the first"))
 
-    server = serve(run, work)
+    server = serve(run, publish_first)
     assert server.evaluated == []
     assert server.failed == set()
     for step in (10, 20):
@@ -350,10 +323,9 @@ def test_who_comes_second_drops_its_own(run: RunDirectory, save: Any, serve: Any
 
 
 def test_what_waited_for_a_dead_server_is_needed_no_more(
-    run: RunDirectory, save: Any, probing: Any, serve: Any, tmp_path: Path
+    run: RunDirectory, probing: Any, tmp_path: Path
 ) -> None:
-    for step in (10, 20, 30):
-        save(run, step)
+    save(run, 10, 20, 30)
     with probing(run, "--gate", str(tmp_path / "never")) as server:
         wait_until(lambda: len(needed_steps(run)) > 1 and claims_of(run, 10))
         server.kill()

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.evaluation.build import MakeRun, Train
-from tests.evaluation.probe import Probe
+from tests.build import wait_until
+from tests.evaluation.build import MakeRun, Trainer, at_10, save, serve, steps_in, steps_of, write
 
 from longtake.checkpoint.files import STALE_SECONDS, needed_steps
 from longtake.errors import RunError
@@ -24,9 +23,8 @@ from longtake.evaluation.mirror import (
     open_mirror,
 )
 from longtake.evaluation.transports import Rsync, Rules, parse_address
-from longtake.evaluation_dir import EvaluationDirectory, ServerDirectory
+from longtake.evaluation_dir import ServerDirectory
 from longtake.fsio import append_json, write_json
-from longtake.node_dir import read_events
 from longtake.run_dir import RunDirectory
 from longtake.trust import is_mirror
 
@@ -34,6 +32,12 @@ from longtake.trust import is_mirror
 @pytest.fixture
 def mirror(tmp_path: Path) -> Path:
     return tmp_path / "mirror"
+
+
+@pytest.fixture
+def place(trainer: Trainer) -> Path:
+    """The folder of its run."""
+    return trainer.run.path.parent
 
 
 @pytest.fixture
@@ -54,11 +58,8 @@ def test_what_is_small_is_mirrored_and_what_nobody_samples_from_is_not(
     """A look brings components, metrics and recipe; no checkpoint, ledger, dump, tracker, lease."""
     (run,) = source.look()
     assert run.name == "one [a]"
-    assert files(mirror / "one [a]") == [
-        "components/vae/weights.model",
-        "metrics.jsonl",
-        "recipe.toml",
-    ]
+    small = ["components/vae/weights.model", "metrics.jsonl", "recipe.toml"]
+    assert files(mirror / "one [a]") == small
     assert run.index.checkpoint_steps() == [1, 2]
     assert is_mirror(run.mirror.path)
 
@@ -73,11 +74,11 @@ def test_a_run_itself_can_be_the_source(place: Path, mirror: Path) -> None:
     assert "one [a]/evaluations/demo/step_00000002/scores.json" in files(place)
 
 
-def test_a_run_that_appears_later_is_found(place: Path, source: Mirror, train: Train) -> None:
+def test_a_run_that_appears_later_is_found(trainer: Trainer, source: Mirror, place: Path) -> None:
     """The next look has it, and rows that were added since."""
     source.look()
-    train(place / "one [a]").log(1)
-    train(place / "two").save(5)
+    trainer.log(1)
+    Trainer(place / "two").save(5)
     one, two = source.look()
     assert (two.name, two.index.checkpoint_steps()) == ("two", [5])
     assert one.mirror.metrics_path.read_text().count("\n") == 2
@@ -94,10 +95,8 @@ def test_checkpoints_come_whole_without_the_optimizer_and_once(
     assert source.pull(run, [1, 2]) == []
 
 
-def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
-    place: Path, source: Mirror, train: Train
-) -> None:
-    file = place / "one [a]" / "checkpoints" / "step_00000002" / "model" / "__0_0.distcp"
+def test_half_a_checkpoint_is_not_shown_until_it_is_whole(trainer: Trainer, source: Mirror) -> None:
+    file = trainer.run.checkpoint_path(2) / "model" / "__0_0.distcp"
     file.write_bytes(b"w" * 10)
     (run,) = source.look()
     assert [each.step for each in source.pull(run, [1, 2])] == [1]
@@ -108,11 +107,11 @@ def test_half_a_checkpoint_is_not_shown_until_it_is_whole(
 
 
 def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
-    place: Path, source: Mirror, run: RemoteRun, train: Train
+    trainer: Trainer, source: Mirror, run: RemoteRun
 ) -> None:
     """A run went back and came by again; but not while somebody reads what is here."""
     source.pull(run, [1, 2])
-    train(place / "one [a]").save(2, b"n" * 1000)
+    trainer.save(2, b"n" * 1000)
     (run,) = source.look()
     need(run.mirror, 2)
     weights = run.mirror.checkpoint_path(2) / "model" / "__0_0.distcp"
@@ -125,12 +124,11 @@ def test_a_checkpoint_that_was_saved_anew_is_brought_anew(
 
 
 def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
-    place: Path, source: Mirror, train: Train
+    trainer: Trainer, source: Mirror
 ) -> None:
     ahead = time.time() + 10 * STALE_SECONDS
     for step in (1, 2):
-        checkpoint = train(place / "one [a]").run.checkpoint_path(step)
-        os.utime(checkpoint / "COMMITTED", (ahead, ahead))
+        os.utime(trainer.run.checkpoint_path(step) / "COMMITTED", (ahead, ahead))
     (run,) = source.look()
     source.pull(run, [1, 2])
     need(run.mirror, 1)
@@ -139,12 +137,11 @@ def test_a_source_whose_clock_is_ahead_makes_no_heartbeat_stale(
 
 
 def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
-    place: Path, source: Mirror, run: RemoteRun
+    trainer: Trainer, source: Mirror, run: RemoteRun
 ) -> None:
     remains = run.mirror.checkpoints_path / ".pulling" / "step_00000001" / "model" / "x"
-    remains.parent.mkdir(parents=True)
-    remains.touch()
-    gone = place / "one [a]" / "checkpoints" / "step_00000001"
+    write(remains, b"")
+    gone = trainer.run.checkpoint_path(1)
     gone.rename(gone.with_name(".step_00000001.deleted"))
     assert [each.step for each in source.pull(run, [1, 2])] == [2]
     (run,) = source.look()
@@ -153,9 +150,9 @@ def test_a_checkpoint_that_is_deleted_meanwhile_leaves_nothing(
 
 
 class Watching(Rsync):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(parse_address(str(folder)))
-        self._run = RunDirectory(folder / "one [a]")
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(parse_address(str(run.path.parent)))
+        self._run = run
         self.needed: dict[str, set[int]] = {}
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
@@ -165,29 +162,27 @@ class Watching(Rsync):
 
 
 def test_checkpoints_are_needed_at_the_source_while_they_are_pulled(
-    place: Path, mirror: Path
+    trainer: Trainer, mirror: Path
 ) -> None:
-    transport = Watching(place)
-    with closing(
-        Mirror(transport, MirrorFolder(mirror, parse_address(str(place))), "vm-1")
-    ) as source:
+    transport = Watching(trainer.run)
+    folder = MirrorFolder(mirror, parse_address(str(trainer.run.path.parent)))
+    with closing(Mirror(transport, folder, "vm-1")) as source:
         source.pull(source.look()[0], [2, 1])
     both = {1, 2}
     assert transport.needed == {"": set(), "step_00000002": both, "step_00000001": both}
-    assert needed_steps(RunDirectory(place / "one [a]")) == set()
+    assert needed_steps(trainer.run) == set()
 
 
 def test_a_pull_writes_the_heartbeat_of_its_own_server_only(
-    place: Path, source: Mirror, run: RemoteRun
+    trainer: Trainer, source: Mirror, run: RemoteRun
 ) -> None:
-    there = RunDirectory(place / "one [a]")
     for server in ("vm-1", "vm-2"):
-        need(there, 1, server=server)
+        need(trainer.run, 1, server=server)
     here = ServerDirectory(run.mirror, "vm-1")
     here.write_heartbeat({"server": "vm-1", "time": "2026-01-01", "needs": [7], "beat": 3})
     source.pull(run, [2])
     own, other = (
-        json.loads((place / "one [a]" / _heartbeat(name)).read_bytes()) for name in ("vm-1", "vm-2")
+        json.loads((trainer.run.path / _heartbeat(name)).read_bytes()) for name in ("vm-1", "vm-2")
     )
     assert (own["beat"], own["needs"]) == (3, [])
     assert other["needs"] == [1]
@@ -201,54 +196,53 @@ def test_a_heartbeat_is_sent_again_as_long_as_a_pull_lasts(tmp_path: Path) -> No
     with needed_at_source(transport, run, [7], "vm-1", seconds=0.05):
         path = ServerDirectory(there, "vm-1").heartbeat_path
         first = path.stat().st_mtime_ns
-        for _ in range(1000):
-            if path.stat().st_mtime_ns > first:
-                break
-            threading.Event().wait(0.01)
-        assert path.stat().st_mtime_ns > first
+        wait_until(lambda: path.stat().st_mtime_ns > first, 10)
         assert needed_steps(there) == {7}
     assert needed_steps(there) == set()
     transport.close()
 
 
-def test_results_arrive_whole_at_the_source(place: Path, source: Mirror, run: RemoteRun) -> None:
+def test_results_arrive_whole_at_the_source(
+    trainer: Trainer, source: Mirror, run: RemoteRun
+) -> None:
     write_result(run.mirror, 1)
-    half = run.mirror.evaluation_path("demo", 2)
-    write_json_in(half / "00_s0.mp4")
-    for name in (".step_00000002.vm-1.partial/00_s0.mp4", "claims/demo/step_00000001-ab/0.json"):
-        path = half.parent / name if name[0] == "." else half.parents[1] / name
-        write_json_in(path)
-    write_json_in(half.parents[1] / "servers" / "vm-1" / "events.jsonl")
+    evaluations = run.mirror.path / "evaluations"
+    for name in (
+        "demo/step_00000002/00_s0.mp4",
+        "demo/.step_00000002.vm-1.partial/00_s0.mp4",
+        "claims/demo/step_00000001-ab/0.json",
+        "servers/vm-1/events.jsonl",
+    ):
+        write(evaluations / name, b"{}")
     need(run.mirror, 1)
     source.push(run)
-    assert [name for name in files(place) if "evaluations" in name] == [
-        "one [a]/evaluations/demo/step_00000001/00_s0.mp4",
-        "one [a]/evaluations/demo/step_00000001/scores.json",
-        "one [a]/evaluations/servers/vm-1/events.jsonl",
-        f"one [a]/{_heartbeat('vm-1')}",
+    assert [name for name in files(trainer.run.path) if "evaluations" in name] == [
+        "evaluations/demo/step_00000001/00_s0.mp4",
+        "evaluations/demo/step_00000001/scores.json",
+        "evaluations/servers/vm-1/events.jsonl",
+        _heartbeat("vm-1"),
     ]
-    assert (
-        json.loads((place / f"one [a]/{_heartbeat('vm-1')}").read_bytes())["needs"] == []
-    )  # there
+    assert json.loads((trainer.run.path / _heartbeat("vm-1")).read_bytes())["needs"] == []
 
 
-def test_what_was_pushed_is_not_pushed_again(place: Path, source: Mirror, run: RemoteRun) -> None:
-    first, second = (f"one [a]/evaluations/demo/step_0000000{step}/scores.json" for step in (1, 2))
+def test_what_was_pushed_is_not_pushed_again(
+    trainer: Trainer, source: Mirror, run: RemoteRun
+) -> None:
+    first, second = (trainer.run.evaluation_path("demo", step) / "scores.json" for step in (1, 2))
     write_result(run.mirror, 1)
     source.push(run)
-    (place / first).unlink()
+    first.unlink()
     source.push(run)
-    assert first not in files(place)
+    assert not first.exists()
     write_result(run.mirror, 2)
     source.push(run)
-    assert second in files(place)
+    assert second.is_file()
 
 
-def test_results_of_others_are_known_here(place: Path, source: Mirror, run: RemoteRun) -> None:
-    there = RunDirectory(place / "one [a]")
+def test_results_of_others_are_known_here(trainer: Trainer, source: Mirror, run: RemoteRun) -> None:
     for step in (1, 2):
-        write_result(there, step, by="another")
-    write_json_in(run.mirror.path / "evaluations" / "claims" / "demo" / "step_00000002-ab" / "0")
+        write_result(trainer.run, step, by="another")
+    write(run.mirror.path / "evaluations" / "claims" / "demo" / "step_00000002-ab" / "0", b"{}")
     write_result(run.mirror, 2, by="us")
     source.look()
     result = run.mirror.evaluation_path("demo", 1)
@@ -277,7 +271,7 @@ def test_what_is_evaluated_is_forgotten_but_for_the_newest(source: Mirror, run: 
 
 def test_a_run_of_ones_own_is_no_mirror(place: Path, tmp_path: Path) -> None:
     for folder, text in ((tmp_path / "runs", str(place)), (tmp_path / "own", str(place))):
-        write_json_in(folder / "x" / "recipe.toml")
+        write(folder / "x" / "recipe.toml", b"{}")
         with pytest.raises(RunError, match=r"itself|no mirror"):
             open_mirror(text, folder, "vm-1")
 
@@ -293,12 +287,12 @@ def test_a_mirror_belongs_to_the_first_source_from_which_something_came(
 
 
 def test_a_source_that_is_not_there_is_told_in_a_sentence_and_tried_again(
-    tmp_path: Path, place: Path, train: Train
+    tmp_path: Path, place: Path
 ) -> None:
     with closing(open_mirror(f"{place}/later", tmp_path / "mirror", "vm-1")) as source:
         with pytest.raises(RunError, match=r"there is no .*later"):
             source.look()
-        train(place / "later" / "one")
+        Trainer(place / "later" / "one")
         assert [run.name for run in source.look()] == ["one"]
 
 
@@ -321,11 +315,10 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in paths)
 
 
-def write_result(run: RunDirectory, step: int, **scores: str) -> Path:
+def write_result(run: RunDirectory, step: int, **scores: str) -> None:
     folder = run.evaluation_path("demo", step)
-    write_json_in(folder / "00_s0.mp4")
+    write(folder / "00_s0.mp4", b"{}")
     write_json(folder / "scores.json", {"step": step, **scores})
-    return folder
 
 
 def need(run: RunDirectory, *steps: int, server: str = "vm-1") -> None:
@@ -337,90 +330,59 @@ def _heartbeat(server: str) -> str:
     return f"evaluations/servers/{server}/heartbeat.json"
 
 
-def write_json_in(path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("{}")
-
-
 # --- The server's thread ----------------------------------------------------------------------
 
 
+_FOLLOWING: dict[str, Any] = {"follows": True, "until_finished": True, "every_seconds": 0.2}
+
+
 @pytest.fixture
-def origin(make_run: MakeRun, save: Any) -> RunDirectory:
+def origin(make_run: MakeRun) -> RunDirectory:
+    """A run elsewhere, that was launched and has saved two checkpoints."""
     run = make_run("elsewhere/run")
-    for step in (10, 20):
-        save(run, step)
+    append_json(run.events_path, {"time": "1", "event": "launched"})
+    save(run, 10, 20)
     return run
 
 
 def test_what_is_wanted_is_brought_here_and_its_results_go_back(
-    origin: RunDirectory, serve: Any, tmp_path: Path
+    origin: RunDirectory, mirror: Path
 ) -> None:
-    mirror = tmp_path / "mirror"
     server = serve(mirror, source=str(origin.path))
     assert [each["step"] for each in server.evaluated] == [10, 20]
-    assert EvaluationDirectory(origin).steps("probe") == [10, 20]
-    pulled = [
-        e["step"] for e in read_events(RunDirectory(mirror)) if e["event"] == "checkpoint_synced"
-    ]
-    assert pulled == [10, 20]
+    assert steps_of(origin) == [10, 20]
+    assert steps_in(RunDirectory(mirror), "checkpoint_synced") == [10, 20]
     assert needed_steps(origin) == set()
     shutil.rmtree(mirror)
     assert serve(mirror, source=str(origin.path)).evaluated == []
     assert RunDirectory(mirror).checkpoint_steps() == []
 
 
-def test_it_follows_a_source_until_the_run_has_ended(
-    origin: RunDirectory, save: Any, serve: Any, tmp_path: Path
-) -> None:
-    append_json(origin.events_path, {"time": "1", "event": "launched"})
-
-    def work(task: Any, folder: Path, tick: Any) -> Any:
-        if task.step == 20 and not origin.checkpoint_path(30).exists():
-            save(origin, 30)
-            append_json(origin.events_path, {"time": "2", "event": "finished"})
-        return Probe()(task, folder, tick)
-
-    source, mirror = str(origin.path), tmp_path / "mirror"
-    options = {"follows": True, "until_finished": True, "every_seconds": 0.2}
-    server = serve(mirror, work, source=source, **options)
-    assert [each["step"] for each in server.evaluated] == [10, 20, 30]
-    assert EvaluationDirectory(origin).steps("probe") == [10, 20, 30]
-    assert RunDirectory(mirror).checkpoint_steps()[-1:] == [30]
-
-
 def test_what_was_brought_here_waits_though_the_source_has_deleted_it(
-    origin: RunDirectory, save: Any, serve: Any, tmp_path: Path
+    origin: RunDirectory, mirror: Path
 ) -> None:
-    append_json(origin.events_path, {"time": "1", "event": "launched"})
-    source, mirror = str(origin.path), tmp_path / "mirror"
+    """The source is followed until the run has ended."""
 
     def until_here(step: int) -> None:
-        limit = time.monotonic() + 30
-        while step not in RunDirectory(mirror).checkpoint_steps():
-            assert time.monotonic() < limit, f"{step} never came"
-            time.sleep(0.02)
+        wait_until(lambda: step in RunDirectory(mirror).checkpoint_steps(), 30)
 
-    def work(task: Any, folder: Path, tick: Any) -> Any:
-        if task.step == 10:
-            until_here(20)
-            shutil.rmtree(origin.checkpoint_path(20))
-            for step in (30, 40):  # two more looks at the source
-                save(origin, step)
-                until_here(step)
-            append_json(origin.events_path, {"time": "2", "event": "finished"})
-        return Probe()(task, folder, tick)
+    def delete_and_save() -> None:
+        until_here(20)
+        shutil.rmtree(origin.checkpoint_path(20))
+        for step in (30, 40):  # two more looks at the source
+            save(origin, step)
+            until_here(step)
+        append_json(origin.events_path, {"time": "2", "event": "finished"})
 
-    options = {"follows": True, "until_finished": True, "every_seconds": 0.2}
-    server = serve(mirror, work, source=source, **options)
+    server = serve(mirror, at_10(delete_and_save), source=str(origin.path), **_FOLLOWING)
     assert [each["step"] for each in server.evaluated] == [10, 20, 30, 40]
-    kinds = {event["event"] for event in read_events(RunDirectory(mirror))}
-    assert "evaluation_missed" not in kinds
+    assert steps_of(origin) == [10, 20, 30, 40]
+    assert RunDirectory(mirror).checkpoint_steps()[-1:] == [40]
+    assert steps_in(RunDirectory(mirror), "evaluation_missed") == []
 
 
 def test_a_source_that_is_not_there_is_told_of(
-    serve: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mirror: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    server = serve(tmp_path / "mirror", source=str(tmp_path / "nowhere"))
-    assert server.evaluated == []
+    assert serve(mirror, source=str(tmp_path / "nowhere")).evaluated == []
     assert "nowhere" in capsys.readouterr().out

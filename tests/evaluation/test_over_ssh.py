@@ -4,15 +4,16 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import wait_until
 from tests.cluster.hosts import Cluster
-from tests.evaluation.build import Train
+from tests.evaluation.build import Trainer
 
 from longtake.checkpoint.files import needed_steps
 from longtake.fsio import write_json
@@ -68,12 +69,12 @@ class Pair:
 
 
 @pytest.fixture
-def pair(two_hosts: Cluster, tmp_path: Path, train: Train) -> Iterator[Pair]:
+def pair(two_hosts: Cluster, tmp_path: Path) -> Iterator[Pair]:
     """One run, `one`, with the checkpoints 1 and 2."""
     runs = tmp_path / "runs"
     runs.mkdir()
     pair = Pair(two_hosts, runs, two_hosts.own("node0", runs), tmp_path / "mirror")
-    trainer = train(pair.really / "one")
+    trainer = Trainer(pair.really / "one")
     trainer.save(1)
     trainer.save(2)
     yield pair
@@ -82,12 +83,12 @@ def pair(two_hosts: Cluster, tmp_path: Path, train: Train) -> Iterator[Pair]:
 
 @pytest.mark.drill
 @pytest.mark.slow
-def test_checkpoints_come_from_the_cluster_and_results_go_there(pair: Pair, train: Train) -> None:
+def test_checkpoints_come_from_the_cluster_and_results_go_there(pair: Pair) -> None:
     assert [step for step, _ in pair.act("pull", "1", "2")] == [1, 2]
     assert pair.mirrored.checkpoint_steps() == [1, 2]
     assert not (pair.mirrored.checkpoint_path(1) / "optimizer").exists()
-    train(pair.really / "one").save(3)
-    train(pair.really / "two").save(7)
+    Trainer(pair.really / "one").save(3)
+    Trainer(pair.really / "two").save(7)
     result = pair.mirrored.evaluation_path("demo", 2)
     result.mkdir(parents=True)
     write_json(result / "scores.json", {"step": 2})
@@ -110,8 +111,8 @@ def test_what_ssh_says_is_told_in_one_sentence(pair: Pair) -> None:
 
 @pytest.mark.drill
 @pytest.mark.slow
-def test_a_full_disk_is_told_of_and_what_is_there_stays(pair: Pair, train: Train) -> None:
-    train(pair.really / "one").save(4, bytes(3_000_000))
+def test_a_full_disk_is_told_of_and_what_is_there_stays(pair: Pair) -> None:
+    Trainer(pair.really / "one").save(4, bytes(3_000_000))
     pair.mirror.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(pair.mirror)]
     assert pair.cluster.run("node1", mount).returncode == 0
@@ -124,12 +125,12 @@ def test_a_full_disk_is_told_of_and_what_is_there_stays(pair: Pair, train: Train
 
 @pytest.mark.drill
 @pytest.mark.slow
-def test_an_interrupted_pull_goes_on_where_it_was(pair: Pair, train: Train) -> None:
-    train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
+def test_an_interrupted_pull_goes_on_where_it_was(pair: Pair) -> None:
+    Trainer(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")
     pulling = pair.begin("pull", "4")
     partial = pair.mirrored.checkpoints_path / ".pulling" / "step_00000004"
-    wait_for(lambda: bytes_below(partial) > 2_000_000)
+    wait_until(lambda: bytes_below(partial) > 2_000_000, 30)
     assert needed_steps(RunDirectory(pair.really / "one")) == {4}
     assert pair.mirrored.checkpoint_steps() == []
     pair.cluster.run("node0", ["sh", "-c", "kill $(pgrep -x rsync)"])
@@ -147,14 +148,12 @@ def test_an_interrupted_pull_goes_on_where_it_was(pair: Pair, train: Train) -> N
 
 @pytest.mark.drill
 @pytest.mark.slow
-def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
-    pair: Pair, train: Train
-) -> None:
-    train(pair.really / "one").save(4, bytes(range(256)) * 40_000)
+def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(pair: Pair) -> None:
+    Trainer(pair.really / "one").save(4, bytes(range(256)) * 40_000)
     pair.limit("24mbit")
     pulling = pair.begin("pull", "4")
     partial = pair.mirrored.checkpoints_path / ".pulling" / "step_00000004"
-    wait_for(lambda: bytes_below(partial) > 1_000_000)
+    wait_until(lambda: bytes_below(partial) > 1_000_000, 30)
     pair.cluster.unplug("node0")
     begun = time.monotonic()
     said = json.loads(pulling.communicate(timeout=120)[0])
@@ -163,13 +162,6 @@ def test_a_cable_that_is_pulled_is_noticed_and_all_goes_on_when_it_is_back(
     pair.cluster.plug("node0")
     pair.unlimit()
     assert [step for step, _ in pair.act("pull", "4")] == [4]
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < end, "it never came to that"
-        time.sleep(0.01)
 
 
 def bytes_below(folder: Path) -> int:

@@ -3,10 +3,10 @@
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.evaluation.build import save
 from tests.evaluation.probe import scores_of
 
 from longtake import fsio
@@ -20,7 +20,7 @@ _STEPS = range(10, 110, 10)
 
 
 @pytest.fixture
-def view(run: RunDirectory, save: Any) -> PendingTasks:
+def view(run: RunDirectory) -> PendingTasks:
     for step in _STEPS:
         key = str(checkpoint_key(save(run, step), "ema/main"))
         result = EvaluationDirectory(run).result_path("probe", step)
@@ -49,7 +49,7 @@ def test_a_look_at_what_is_settled_reads_no_file(
 
 
 def test_a_checkpoint_that_comes_is_seen_at_the_next_look(
-    run: RunDirectory, view: PendingTasks, save: Any, tmp_path: Path
+    run: RunDirectory, view: PendingTasks, tmp_path: Path
 ) -> None:
     whole = save(run, 300)
     (whole / "COMMITTED").rename(tmp_path / "COMMITTED")
@@ -61,7 +61,7 @@ def test_a_checkpoint_that_comes_is_seen_at_the_next_look(
 
 
 def test_files_that_come_after_committed_are_seen_at_the_next_look(
-    run: RunDirectory, view: PendingTasks, save: Any
+    run: RunDirectory, view: PendingTasks
 ) -> None:
     weights = save(run, 300) / "ema" / "main" / "__0_0.distcp"
     content = weights.read_bytes()
@@ -73,24 +73,19 @@ def test_files_that_come_after_committed_are_seen_at_the_next_look(
 
 
 def test_what_is_saved_anew_or_loses_its_result_is_due_again(
-    run: RunDirectory, view: PendingTasks, save: Any
+    run: RunDirectory, view: PendingTasks
 ) -> None:
     shutil.rmtree(run.checkpoint_path(50))
-    save(run, 50, b"another")
+    save(run, 50, content=b"another")
     assert _steps(view) == [50]
+    save(run, 60, content=b"replaced in place")
+    assert _steps(view) == [50, 60]
     shutil.rmtree(EvaluationDirectory(run).result_path("probe", 70))
-    assert _steps(view) == [50, 70]
-
-
-def test_what_is_replaced_in_place_is_due_again(
-    run: RunDirectory, view: PendingTasks, save: Any
-) -> None:
-    save(run, 50, b"another")
-    assert _steps(view) == [50]
+    assert _steps(view) == [50, 60, 70]
 
 
 def test_a_refused_preset_comes_back_in_time_or_with_another_recipe(
-    run: RunDirectory, view: PendingTasks, save: Any
+    run: RunDirectory, view: PendingTasks
 ) -> None:
     save(run, 300)
     (task,) = view.look()
