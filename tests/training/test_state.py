@@ -594,6 +594,28 @@ def test_it_goes_back_and_round_the_batches(rolled_back: Recipe) -> None:
     assert run.checkpoint_steps()[-1] == 30
 
 
+def test_a_clip_that_is_encoded_to_nan_is_recorded_before_its_step_ends_the_run(
+    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = small_recipe(*_GUARD, 'guard.mode="report"')
+    honest, harmed = compute_gradients, list[str]()
+
+    def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
+        samples = honest(session, state, batch)
+        if batch.step == 3:
+            samples.on_device[0] = float("nan")
+            harmed.append(batch.identities[0])
+        return samples
+
+    monkeypatch.setattr(loop, "compute_gradients", compute)
+    monkeypatch.setattr(loop, "clips_not_encoded", lambda *_: [(harmed[0], "latents")])
+    with pytest.raises(DivergedError):
+        train(recipe, QUIET)
+    (event,) = events(recipe, "sample_rejected")
+    assert (event["step"], event["identity"]) == (3, harmed[0])
+    assert "is encoded to latents that are NaN" in event["reason"]
+
+
 def test_the_ledger_counts_what_was_skipped(rolled_back: Recipe) -> None:
     audited = audit(RunDirectory(rolled_back.out))
     assert audited.ok

@@ -39,7 +39,7 @@ class Decision:
 
     statistics: StepStatistics
     verdict: GuardVerdict
-    is_allowed: bool  # the verdict is `ok`, or `guard.mode` only reports it
+    is_allowed: bool  # see `GuardRunner.allows`
 
     @property
     def has_samples(self) -> bool:
@@ -134,6 +134,11 @@ class GuardRunner:
         return GuardVerdict("stop", "no_gradient", message, statistics.step)
 
     def allows(self, verdict: GuardVerdict) -> bool:
+        """Return whether the step is trained: its verdict is `ok`, or is only reported.
+
+        Only reported are weights without gradient in a run that may have none at first, and in the
+        modes `report` and `off` all verdicts but `stop`.
+        """
         if verdict.reason == "no_gradient" and not self._ends_without_gradient:
             return True
         return verdict.kind == "ok" or (self.settings.mode != "act" and verdict.kind != "stop")

@@ -72,7 +72,8 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
         summary = reduce_statistics(  # one all-reduce
             session, losses, batch, state, norms, replicas, local
         )
-        recorder.record_failures(summary.num_failures, batch, loader)
+        if summary.num_failures:
+            recorder.record_failures(batch, loader)
         decision = decide(training, batch, losses, summary)
         learning_rate = 0.0
         if decision.applies_update:
@@ -123,9 +124,10 @@ def decide(
         if verdict.reason == "non_finite":
             parts, device = state.components, session.world.device
             not_encoded = clips_not_encoded(batch, losses.losses, parts, session.recipe, device)
-            # `record_failures` of the next step tells all ranks.
             for identity, names in not_encoded:
                 training.loader.fail(identity, _NOT_ENCODED.format(names=names))
+            # Recorded now, and on every rank: there is no next step if the verdict ends the loop.
+            training.recorder.record_failures(batch, training.loader)
         training.saver.wait()  # so that the report names the newest checkpoint
         verdict, report = guard.report(verdict, statistics, losses, state)
     decision = Decision(statistics, verdict, is_allowed)

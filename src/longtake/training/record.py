@@ -41,7 +41,8 @@ class Recorder:
     """Writes metrics and events of a run's steps; on ranks other than 0 it writes nothing.
 
     All ranks must call `timed`, which may raise on each of them, and `record_failures`, a
-    collective that changes the quarantine of each.
+    collective that changes the quarantine of each. Metrics number steps from 1 and events from 0;
+    events of clips and decoders have the number of the batch, which a roll-back moves ahead.
 
     Args:
         session: this launch of the run.
@@ -188,7 +189,7 @@ class Recorder:
             message=verdict.message,
             report=report,
         )
-        aside = " (guard.mode: only reported)" if decision.is_allowed else ""
+        aside = " (only reported)" if decision.is_allowed else ""
         self._progress.say(f"step {statistics.step + 1}: {verdict.message}{aside}")
 
     def damaged(self, checkpoints: Sequence[tuple[Path, str]], step: int) -> None:
@@ -282,19 +283,11 @@ class Recorder:
         yield
         self._step_began += time.perf_counter() - begun
 
-    def record_failures(self, count: int, batch: Batch, loader: Loader) -> None:
-        """Add clips that some rank could not decode to every rank's quarantine, and record them.
+    def record_failures(self, batch: Batch, loader: Loader) -> None:
+        """Add clips that any rank could not use to every rank's quarantine, and record them.
 
-        Decoders that hung or died are recorded as well.
-
-        Args:
-            count: number of such clips and decoders over all ranks, equal on each; 0 returns at
-                once.
-            batch: batch of the step.
-            loader: this rank's loader.
+        Decoders that hung or died are recorded as well. All ranks must call it.
         """
-        if not count:
-            return
         quarantine = loader.quarantine
         mine = (socket.gethostname(), quarantine.failures, loader.incidents)
         for rank, (host, failures, incidents) in enumerate(
