@@ -90,6 +90,8 @@ def test_lists_of_hosts(text: str, expected: list[str]) -> None:
         (["gpu0", "gpu1", "gpu2", "login"], "gpu[0-2], login"),
         ([f"gpu{n}" for n in range(0, 400, 2)], "gpu[0,2,4,6,8,10,12,… (200 in all)]"),
         (["r0n0", "r0n1", "r0n2", "r1n0"], "r0n[0-2], r1n0"),
+        (["n01", "n1", "n02", "n2", "n03", "n3", "n10"], "n[01-03,10], n[1-3]"),
+        (["n1", "n01", "n2"], "n01, n1, n2"),
         ([], ""),
     ],
 )

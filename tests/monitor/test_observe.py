@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from tests.monitor.build import make_heartbeat
 
 from longtake.heartbeat import Heartbeat, Phase, PhaseTiming, Role, read_heartbeats
+from longtake.monitor import observe
 from longtake.monitor.observe import (
+    HeartbeatScanner,
     LivenessTracker,
     PhaseMeans,
     PhaseTimeouts,
@@ -227,6 +230,19 @@ def test_a_heart_has_moved_if_it_is_elsewhere_or_there_again() -> None:
     assert has_moved(before, _pulse("forward", 9.0, step=4))
     assert has_moved(before, _pulse("backward", 9.0, step=3))
     assert has_moved(before, _pulse("forward", 1.0, step=3))
+
+
+def test_a_process_that_ends_during_a_scan_is_judged_by_its_last_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages are read before it is seen which processes are gone."""
+    pages = [_pulse_dead(2**22 + number) for number in (1, 2)]  # more than the kernel's pid_max
+    last = {pages[0].path: replace(pages[0], phase="ended"), pages[1].path: None}
+    monkeypatch.setattr(observe, "read_heartbeats", lambda folder: pages)
+    monkeypatch.setattr(observe, "read_heartbeat", last.get)
+    found = HeartbeatScanner(tmp_path).scan()
+    assert found.living == []
+    assert found.dead == [last[pages[0].path], pages[1]]
 
 
 def test_a_rank_that_was_seen_alive_is_missed_once() -> None:

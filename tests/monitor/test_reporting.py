@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from longtake.monitor.observe import PhaseTimeouts
 from longtake.monitor.reporting import (
     AlertQueue,
     EventReporter,
+    QueueThread,
     RunDirThread,
     StallActions,
     Terminal,
@@ -329,6 +331,23 @@ def test_the_same_culprit_at_the_same_place_is_alerted_to_once(
     assert [each["token"] for each in stage.alerts("stall_cleared")] == told
     assert len(stage.events("stalled")) == 7
     assert len(stage.events("stall_cleared")) == 5
+
+
+def test_a_full_queue_is_emptied_and_its_thread_ends() -> None:
+    handled, may_go_on = list[str](), threading.Event()
+
+    def handle(item: str) -> None:
+        may_go_on.wait(120)
+        handled.append(item)
+
+    queue = QueueThread("full queue", handle, max_items=1)
+    assert queue.put("first")
+    wait_until(lambda: queue.put("second"), 120)  # once the thread has taken the first
+    assert not queue.put("dropped")
+    threading.Timer(0.1, may_go_on.set).start()
+    queue.close(120)
+    assert handled == ["first", "second"]
+    assert "full queue" not in {each.name for each in threading.enumerate()}
 
 
 def test_a_terminal_gets_a_line_of_its_own_beside_a_progress_bar(

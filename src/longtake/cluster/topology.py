@@ -146,16 +146,25 @@ def fold_hosts(hosts: Iterable[str]) -> str:
 
     Such as gpu[0-6,12]; at most four groups are shown.
     """
-    groups: dict[tuple[str, str], list[str]] = defaultdict(list)  # numbers by the text around them
-    for name in sorted(set(hosts), key=natural_key):
-        before, number, after = _AROUND_NUMBER.findall(name)[0]
-        groups[before, after].append(number)
+    names = sorted(set(hosts), key=lambda name: (natural_key(name), name))
+    parts = [_AROUND_NUMBER.findall(name)[0] for name in names]
+    # node01 and node1 are two hosts: numbers of a length in which one begins with a zero are a
+    # group of their own, in which all are padded to that length.
+    padded = {
+        (before, len(number), after)
+        for before, number, after in parts
+        if len(number) > 1 and number.startswith("0")
+    }
+    groups: dict[tuple[str, int, str], list[str]] = defaultdict(list)
+    for before, number, after in parts:
+        width = len(number) if (before, len(number), after) in padded else 0
+        groups[before, width, after].append(number)
     texts = []
-    for (before, after), numbers in groups.items():
+    for (before, width, after), numbers in groups.items():
         if len(numbers) < 3:
             texts.append(", ".join(f"{before}{number}{after}" for number in numbers))
         else:
-            ranges = number_ranges([*map(int, numbers)], _MAX_SPANS, width=len(numbers[0]))
+            ranges = number_ranges([*map(int, numbers)], _MAX_SPANS, width)
             texts.append(f"{before}[{ranges.replace(', ', ',')}]{after}")
     more = len(texts) - _MAX_GROUPS
     return ", ".join(texts[:_MAX_GROUPS]) + (f" and {more} groups more" if more > 0 else "")

@@ -77,8 +77,15 @@ class HeartbeatScanner:
         living: list[Heartbeat] = []
         dead: list[Heartbeat] = []
         for each in found:
-            is_living = each.phase != "ended" and self._is_alive(each, gone)
-            (living if is_living else dead).append(each)
+            if each.phase == "ended":
+                dead.append(each)
+            elif self._is_alive(each, gone):
+                living.append(each)
+            else:
+                # Read again: it may have ended normally since its page was read above, and would
+                # be reported as a rank that died in the phase before.
+                last = read_heartbeat(each.path) or each
+                dead.append(last if _identity(last) == _identity(each) else each)
         return Snapshot(time.monotonic(), living, dead)
 
     def _is_alive(self, heartbeat: Heartbeat, gone: set[int]) -> bool:

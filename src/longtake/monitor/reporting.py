@@ -226,7 +226,7 @@ class QueueThread(Generic[_T]):
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    def put(self, item: _T | None) -> bool:
+    def put(self, item: _T) -> bool:
         """Queue an item, and return False if it is dropped because too many wait."""
         try:
             self._items.put_nowait(item)
@@ -236,8 +236,11 @@ class QueueThread(Generic[_T]):
 
     def close(self, seconds: float) -> None:
         """Wait up to `seconds` until all items are handled."""
-        self.put(None)
-        self._thread.join(seconds)
+        end = time.monotonic() + seconds
+        # Waits for room in a full queue: without the mark the thread would never end.
+        with suppress(Full):
+            self._items.put(None, timeout=seconds)
+            self._thread.join(max(0.0, end - time.monotonic()))
 
     def _work(self) -> None:
         while (item := self._items.get()) is not None:
