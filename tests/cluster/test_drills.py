@@ -43,8 +43,8 @@ _SIGNAL_SECONDS = 120  # before the limit: Slurm looks twice a minute, in whole 
 
 
 def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) -> None:
-    site, evidence = sandbox.fresh("kill-node"), Evidence()
-    undisturbed = sandbox.undisturbed_on_two_ranks
+    site = sandbox.fresh("kill-node")
+    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
     with (
         hosts(2, site.folder) as cluster,
         Launchers(site.folder, cluster, "2", ON_TWO_RANKS) as launchers,
@@ -59,14 +59,14 @@ def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) 
         launchers.finish()
         evidence.expect_output(launchers.output, f"Rank 1 of 2 on {lost}")
     evidence.expect_recovered(recovery)
-    evidence.expect_undisturbed(site, undisturbed)
+    evidence.expect_undisturbed()
     assert evidence.complaints == []
 
 
 def test_two_of_three_nodes_train_on(sandbox: Sandbox) -> None:
     """The same batches, no clip repeated or missing, weights equal but for rounding."""
-    site, evidence = sandbox.fresh("lose-node-and-shrink"), Evidence()
-    undisturbed = sandbox.undisturbed_on_two_ranks
+    site = sandbox.fresh("lose-node-and-shrink")
+    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
     with (
         hosts(3, site.folder) as cluster,
         Launchers(site.folder, cluster, "2:3", ON_TWO_RANKS) as launchers,
@@ -78,9 +78,9 @@ def test_two_of_three_nodes_train_on(sandbox: Sandbox) -> None:
         launchers.finish()
         evidence.expect_output(launchers.output, f"of 3 on {lost}")
     evidence.expect_recovered(recovery)
-    evidence.expect_world_sizes(site.run, 3, 2)
-    evidence.expect_near(site, undisturbed)
-    evidence.expect_near_weights(site, undisturbed)
+    evidence.expect_world_sizes(3, 2)
+    evidence.expect_near()
+    evidence.expect_near_weights()
     assert evidence.complaints == []
 
 
@@ -89,8 +89,8 @@ def test_a_slow_link_is_named_with_its_rate(
 ) -> None:
     """Though the steps of all ranks are slow; nothing is lost."""
     monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
-    site, evidence = sandbox.fresh("slow-link", LONG_RECIPE), Evidence()
-    undisturbed = sandbox.undisturbed_long
+    site = sandbox.fresh("slow-link", LONG_RECIPE)
+    evidence = Evidence(site, sandbox.undisturbed_long)
     with (
         hosts(3, site.folder) as cluster,
         Launchers(site.folder, cluster, "3", ON_TWO_RANKS) as launchers,
@@ -110,7 +110,7 @@ def test_a_slow_link_is_named_with_its_rate(
     slower = median(seconds[first : last + 1]) / median(seconds[1:first])
     evidence.expect(slower >= _SLOWER, f"steps took {slower:.1f} times as long: the link is fast")
     _expect_link(evidence, found, links, host, limited_at)
-    evidence.expect_near(site, undisturbed)
+    evidence.expect_near()
     assert evidence.complaints == []
 
 
@@ -150,8 +150,8 @@ def test_a_link_that_is_cut_is_named_and_the_run_recovers(
 ) -> None:
     """A rank that waits for it is ended; when it is up again the run resumes, bitwise the same."""
     monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
-    site, evidence = sandbox.fresh("cut-link"), Evidence()
-    undisturbed = sandbox.undisturbed_on_two_ranks
+    site = sandbox.fresh("cut-link")
+    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
     changes = (*ON_TWO_RANKS, *_CUT_CHANGES)
     with (
         hosts(2, site.folder) as cluster,
@@ -172,7 +172,7 @@ def test_a_link_that_is_cut_is_named_and_the_run_recovers(
     evidence.expect_event(named, cut_at, none, within=_REPORTED_SECONDS)
     evidence.expect(ended is not None, "no rank that waited was ended")
     evidence.expect_recovered(recovery)
-    evidence.expect_undisturbed(site, undisturbed)
+    evidence.expect_undisturbed()
     assert evidence.complaints == []
 
 
@@ -180,7 +180,8 @@ def test_a_job_is_requeued_at_its_time_limit_and_resumes(sandbox: Sandbox) -> No
     """Slurm's signal lets it save; it is requeued once and loses no step."""
     if reason := private_slurm.why_not():
         pytest.skip(reason)
-    site, evidence = sandbox.fresh("requeue-on-time-limit"), Evidence()
+    site = sandbox.fresh("requeue-on-time-limit")
+    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
     options = (
         *("--nodes", "2", "--nproc-per-node", "1", "--no-preflight"),
         *("--time", "60", "--signal-seconds", str(_SIGNAL_SECONDS)),
@@ -210,6 +211,6 @@ def test_a_job_is_requeued_at_its_time_limit_and_resumes(sandbox: Sandbox) -> No
     assert resumed is not None
     assert interrupted.event["by"] == "SIGUSR1"
     assert interrupted.event["step"] == resumed.event["step"]
-    evidence.expect_undisturbed(site, sandbox.undisturbed_on_two_ranks)
+    evidence.expect_undisturbed()
     assert evidence.complaints == []
     assert evidence.steps_lost == 0

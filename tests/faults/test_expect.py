@@ -29,6 +29,7 @@ from longtake.faults.sandbox import (
 from longtake.node_dir import this_node
 
 _RECORD_BYTES = 16
+_NOWHERE = TrainingSite(Path())
 
 
 def _ledger(site: TrainingSite) -> Path:
@@ -37,8 +38,8 @@ def _ledger(site: TrainingSite) -> Path:
 
 
 def _exact(site: TrainingSite, **options: Any) -> Evidence:
-    evidence = Evidence()
-    evidence.expect_exact(site, **options)
+    evidence = Evidence(site, site)
+    evidence.expect_exact(**options)
     return evidence
 
 
@@ -47,10 +48,10 @@ def _write_rows(site: TrainingSite, rows: list[Any]) -> None:
 
 
 def test_an_undisturbed_run_passes(trained: TrainingSite) -> None:
-    evidence = Evidence(message="All is well.")
-    evidence.expect_undisturbed(trained, trained)
-    assert evidence.expect_near(trained, trained) == 0
-    assert evidence.expect_near_weights(trained, trained) == 0
+    evidence = Evidence(trained, trained, message="All is well.")
+    evidence.expect_undisturbed()
+    assert evidence.expect_near() == 0
+    assert evidence.expect_near_weights() == 0
     outcome = evidence.outcome()
     assert (outcome["passed"], outcome["message"]) == (True, "All is well.")
     assert (outcome["samples_repeated"], outcome["samples_missing"]) == (0, 0)
@@ -123,11 +124,11 @@ def test_the_last_bit_of_one_loss_is_a_complaint(trained: TrainingSite, site: Tr
     rows: list[Any] = list(site.run.metrics())
     rows[6]["loss"] = float(np.nextafter(rows[6]["loss"], 2.0))
     _write_rows(site, rows)
-    evidence = Evidence()
-    evidence.expect_equal(site.run, trained.run, until=6)
+    evidence = Evidence(site, trained)
+    evidence.expect_equal(until=6)
     assert evidence.complaints == []
     assert evidence.is_equal is None, "part of a run says nothing of the whole"
-    evidence.expect_equal(site.run, trained.run)
+    evidence.expect_equal()
     assert evidence.complaints == ["step 7 is not the undisturbed run's"]
     assert evidence.outcome()["equal_to_undisturbed"] is False
 
@@ -138,8 +139,8 @@ def test_one_bit_of_what_was_saved_is_a_complaint(
 ) -> None:
     path = site.newest_file(f"{name}/__0_0.distcp")
     flip(path, 4 * path.stat().st_size)
-    evidence = Evidence()
-    evidence.expect_equal(site.run, trained.run)
+    evidence = Evidence(site, trained)
+    evidence.expect_equal()
     (complaint,) = evidence.complaints
     assert complaint.startswith(f"it ends with another {name}/__0_0.distcp than")
     assert evidence.is_equal is False
@@ -161,9 +162,9 @@ def test_a_run_that_ended_early_is_complained_of(trained: TrainingSite, site: Tr
     data, lines = _ledger(site).read_bytes(), site.run.metrics_path.read_text().splitlines(True)
     _ledger(site).write_bytes(data[: 40 * 4 * _RECORD_BYTES])
     site.run.metrics_path.write_text("".join(lines[:40]))
-    evidence = _exact(site)
-    evidence.expect_equal(site.run, trained.run)
-    evidence.expect_world_sizes(site.run, 1, 2)
+    evidence = Evidence(site, trained)
+    evidence.expect_undisturbed()
+    evidence.expect_world_sizes(1, 2)
     assert {
         "the run ended at step 40",
         "step 41 is not the undisturbed run's",
@@ -172,7 +173,7 @@ def test_a_run_that_ended_early_is_complained_of(trained: TrainingSite, site: Tr
 
 
 def test_events_exit_codes_and_output_are_expected() -> None:
-    evidence = Evidence()
+    evidence = Evidence(_NOWHERE, _NOWHERE)
     evidence.expect_event(ObservedEvent({}, 3.5), 1.0, "no event", within=2.5)
     evidence.expect_exit(2, 2, "at the end")
     evidence.expect_output("the steps\nsince 5", "steps since 5", "the")
@@ -193,10 +194,10 @@ def test_lost_steps_must_be_reported() -> None:
     eight, none = ObservedEvent({"lost_steps": 8}, 1.0), ObservedEvent({"lost_steps": 0}, 1.0)
     output = "8 steps since the checkpoint of\nstep 5"
     for lost, found, said in ((8, eight, output), (0, none, "")):
-        good = Evidence(steps_lost=lost)
+        good = Evidence(_NOWHERE, _NOWHERE, steps_lost=lost)
         good.expect_lost_steps_reported(found, 5, said)
         assert good.complaints == []
-    bad = Evidence(steps_lost=1)
+    bad = Evidence(_NOWHERE, _NOWHERE, steps_lost=1)
     bad.expect_lost_steps_reported(eight, 5, output)
     assert bad.complaints == [
         "the event reports 8 lost steps, and 1 were",
@@ -205,7 +206,7 @@ def test_lost_steps_must_be_reported() -> None:
 
 
 def test_a_run_must_recover_from_its_newest_checkpoint_in_time() -> None:
-    none, bad, good = Evidence(), Evidence(), Evidence()
+    none, bad, good = (Evidence(_NOWHERE, _NOWHERE) for _ in range(3))
     none.expect_recovered(Recovery(None, 10, 3.0))
     assert none.complaints == ["no event says that it resumed"]
     bad.expect_recovered(Recovery(ObservedEvent({"step": 5}, 0.0), 10, 61.0), within=60)
@@ -218,7 +219,7 @@ def test_a_run_must_recover_from_its_newest_checkpoint_in_time() -> None:
 
 
 def test_a_lost_rank_must_be_named(tmp_path: Path) -> None:
-    evidence = Evidence()
+    evidence = Evidence(_NOWHERE, _NOWHERE)
     with TrainingProcess(tmp_path) as process:
         process.wait()
         evidence.expect_lost_rank_named(process, 1)

@@ -25,7 +25,6 @@ from longtake.faults.sandbox import (
     SAMPLE_TIMEOUT_SECONDS,
     STEPS,
     ObservedEvent,
-    Sandbox,
     TrainingProcess,
     TrainingSite,
     stop,
@@ -46,7 +45,7 @@ _CORRUPT_STEP = 8
     must="It refuses to resume; with on_change=merge it repeats no clip and misses none.",
     begins="killed",
 )
-def data_grown(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def data_grown(site: TrainingSite, evidence: Evidence) -> None:
     old = site.catalog()
     site.write_clips(NUM_CLIPS + _ADDED)
     site.index()
@@ -60,7 +59,7 @@ def data_grown(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None
     unnamed = [way for way in _POLICIES if not re.search(rf"^  {way}\b", process.output, re.M)]
     evidence.expect(not unnamed, f"the refusal does not offer {', '.join(unnamed)}")
     evidence.expect(len(site.run.metrics()) == num_rows, "it trained, though the data had changed")
-    _resume_by_policy(evidence, sandbox, site, old, "merge")
+    _resume_by_policy(evidence, old, "merge")
     evidence.detected_seconds = seconds
     evidence.message = f"It refused to resume and said why. {evidence.message}"
 
@@ -70,12 +69,12 @@ def data_grown(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None
     must="With on_change=merge it repeats no clip and misses none.",
     begins="killed",
 )
-def data_shrunk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def data_shrunk(site: TrainingSite, evidence: Evidence) -> None:
     old = site.catalog()
     for clip in sorted(site.clips.glob("*.mp4"))[:_REMOVED]:
         clip.unlink()
     site.index()
-    _resume_by_policy(evidence, sandbox, site, old, "merge")
+    _resume_by_policy(evidence, old, "merge")
 
 
 @fault(
@@ -83,11 +82,11 @@ def data_shrunk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> Non
     must="With on_change=finish it ends the epoch with the old clips, then trains the new ones.",
     begins="killed",
 )
-def data_swapped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def data_swapped(site: TrainingSite, evidence: Evidence) -> None:
     old, folder = site.catalog(), site.folder / "data" / "other_clips"
     captions = write_clips(folder, NUM_CLIPS, seed=1)  # the old clips stay where they are
     index([folder], captions=captions, out=site.catalog_path, workers=0)
-    _resume_by_policy(evidence, sandbox, site, old, "finish")
+    _resume_by_policy(evidence, old, "finish")
 
 
 @fault(
@@ -95,23 +94,22 @@ def data_swapped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
     must="With on_change=merge it repeats no clip and misses none.",
     begins="killed",
 )
-def one_clip_removed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def one_clip_removed(site: TrainingSite, evidence: Evidence) -> None:
     # The undisturbed run tells which clip comes late: both have the same order of clips.
-    old, late = site.catalog(), clips_at(sandbox.undisturbed, _LATE_STEP)[0]
+    old, late = site.catalog(), clips_at(evidence.undisturbed, _LATE_STEP)[0]
     (site.clips / late.name).unlink()
     site.index()
-    _resume_by_policy(evidence, sandbox, site, old, "merge")
+    _resume_by_policy(evidence, old, "merge")
 
 
-def _resume_by_policy(
-    evidence: Evidence, sandbox: Sandbox, site: TrainingSite, old: Catalog, policy: Policy
-) -> None:
+def _resume_by_policy(evidence: Evidence, old: Catalog, policy: Policy) -> None:
     """Resume with `data.on_change` to the end of the run, and check the policy's guarantees.
 
     `merge`: epoch 0 consists of the clips consumed before and the rest of the new catalog.
     `finish`: epoch 0 is the old catalog. With both, later epochs are the new catalog, and the steps
     before the change are bitwise those of the undisturbed run.
     """
+    site = evidence.site
     with site.launch(f"data.on_change={policy}") as process:
         found = process.wait_for_event("data_changed", policy=policy)
         process.finish()
@@ -123,8 +121,8 @@ def _resume_by_policy(
         first = np.union1d(before, identities_of(site.catalog()))
     evidence.expect_event(found, process.began, f"no event says that the data changed ({policy})")
     evidence.expect(0 < step < STEPS, f"the change was to meet the run in mid-epoch, not at {step}")
-    evidence.expect_exact(site, first)
-    evidence.expect_equal(site.run, sandbox.undisturbed.run, until=step)
+    evidence.expect_exact(first)
+    evidence.expect_equal(until=step)
     changed, counts = compare(old, site.catalog()), evidence.counts
     assert counts is not None
     evidence.message = (
@@ -138,8 +136,8 @@ def _resume_by_policy(
     does="Overwrites the middle of a clip's file after it was indexed.",
     must="The run rejects the clip with a reason and trains all others.",
 )
-def corrupt_clip(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
-    clip = site.clips / clips_at(sandbox.undisturbed, _CORRUPT_STEP)[0].name
+def corrupt_clip(site: TrainingSite, evidence: Evidence) -> None:
+    clip = site.clips / clips_at(evidence.undisturbed, _CORRUPT_STEP)[0].name
     # Invert all bits in the middle third. The file's header, index and length stay valid, so only
     # decoding can find the damage.
     content = bytearray(clip.read_bytes())
@@ -156,8 +154,8 @@ def corrupt_clip(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
         wrong = f"it was rejected at step {step}; it was due at {_CORRUPT_STEP}"
         evidence.expect(step == _CORRUPT_STEP, wrong)
         evidence.expect(clip.name in reason, f"another clip was rejected: {reason}")
-    evidence.expect_exact(site, rejected=1)
-    evidence.expect_equal(site.run, sandbox.undisturbed.run, until=step)
+    evidence.expect_exact(rejected=1)
+    evidence.expect_equal(until=step)
     evidence.message = (
         f"The clip was rejected at step {step}, when it was due, and the batch had one sample "
         f"less; the run continued. The reason: {reason.rpartition(': ')[2]}."
@@ -177,7 +175,6 @@ def corrupt_clip(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
     kind="decoder_stalled",
 )
 def lost_decoder(
-    sandbox: Sandbox,
     site: TrainingSite,
     evidence: Evidence,
     kind: Literal["decoder_stalled", "decoder_died"],
@@ -200,7 +197,7 @@ def lost_decoder(
         stacks = site.run.path / found.event["stacks"]
         evidence.expect(stacks.is_file(), f"its stacks were not kept: there is no {stacks}")
     evidence.expect(not Path(f"/proc/{hang.pid}").exists(), f"process {hang.pid} still runs")
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.expect_undisturbed()
     ended = f"Process {hang.pid} was killed while it decoded {decoded}"
     if kind == "decoder_stalled":
         where = f" in {found.event['where']}" if found and found.event["where"] else ""
@@ -216,12 +213,12 @@ def lost_decoder(
     must="No clip is repeated or missing; the losses are the same but for rounding.",
     begins="killed",
 )
-def processes_changed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def processes_changed(site: TrainingSite, evidence: Evidence) -> None:
     with site.launch(*ON_TWO_RANKS, ranks=2) as process:
         process.finish()
-    evidence.expect_world_sizes(site.run, 1, 2)
+    evidence.expect_world_sizes(1, 2)
     step = json.loads(site.run.record_path.read_text())["launches"][-1]["start_step"]
-    error = evidence.expect_near(site, sandbox.undisturbed)
+    error = evidence.expect_near()
     evidence.message = (
         f"Killed as one process, it resumed from step {step} as two ranks: no clip was repeated or "
         f"missing, and no loss is further than {error:.0e} (relative: rounding) from the "
@@ -240,14 +237,14 @@ _OPTIMIZER = "optimizer/__0_0.distcp"
     does="Kills a run (SIGKILL) after a random step and starts the same command again.",
     must="Every step, and weights, EMA and optimizer at the end, are bitwise the same.",
 )
-def kill(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def kill(site: TrainingSite, evidence: Evidence) -> None:
     step = random.choice(_KILL_STEPS)  # noqa: S311 - not a secret
     with site.launch() as process:
         process.wait_for_rows(step)
         process.wait_for_checkpoints(1)
         if not process.kill():
             raise RunError(f"The run was over before it could be killed after step {step}.")
-    resume(evidence, site, sandbox.undisturbed)
+    resume(evidence)
     evidence.message = (
         f"Killed after step {step}, it resumed by the same command; {evidence.steps_lost} steps "
         f"were trained twice; {BITWISE}."
@@ -258,12 +255,12 @@ def kill(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
     does="Kills a run (SIGKILL) while it writes a checkpoint, and starts it again.",
     must="It resumes from the checkpoint before; what follows is bitwise the same.",
 )
-def kill_while_saving(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def kill_while_saving(site: TrainingSite, evidence: Evidence) -> None:
     with site.launch() as process:
         process.wait_for_checkpoints(1)
         partial = _stop_while_saving(process, site)
         process.kill()
-    resume(evidence, site, sandbox.undisturbed)
+    resume(evidence)
     evidence.message = (
         f"Killed while {partial.name} was written, it resumed from the checkpoint before; "
         f"{evidence.steps_lost} steps were trained twice, nothing was left of it, and {BITWISE}."
@@ -291,10 +288,10 @@ def _stop_while_saving(process: TrainingProcess, site: TrainingSite) -> Path:
     must="It names the file and resumes from the checkpoint before; the rest is bitwise the same.",
     begins="killed",
 )
-def truncated_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def truncated_checkpoint(site: TrainingSite, evidence: Evidence) -> None:
     path = site.newest_file(_WEIGHTS)
     os.truncate(path, path.stat().st_size // 2)
-    _resume_from_older(evidence, site, _WEIGHTS, sandbox.undisturbed)
+    _resume_from_older(evidence, _WEIGHTS)
     evidence.message = (
         f"Half of {_WEIGHTS} was missing. It said so, resumed from the checkpoint before and "
         f"trained {evidence.steps_lost} steps twice; {BITWISE}."
@@ -306,11 +303,11 @@ def truncated_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidenc
     must="It names the file and resumes from the checkpoint before; the rest is bitwise the same.",
     begins="killed",
 )
-def bit_rot_in_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def bit_rot_in_checkpoint(site: TrainingSite, evidence: Evidence) -> None:
     path = site.newest_file(_OPTIMIZER)
     bit = random.randrange(8 * path.stat().st_size)  # noqa: S311 - not a secret
     flip(path, bit)
-    _resume_from_older(evidence, site, _OPTIMIZER, sandbox.undisturbed)
+    _resume_from_older(evidence, _OPTIMIZER)
     evidence.message = (
         f"Bit {bit} of {_OPTIMIZER} was flipped. It said so, resumed from the checkpoint before "
         f"and trained {evidence.steps_lost} steps twice; {BITWISE}."
@@ -328,7 +325,7 @@ def flip(path: Path, bit: int) -> None:
     does="Leaves a run no room for further checkpoints; then makes room and starts it again.",
     must="It says what is lost: the steps since the last whole checkpoint, and nothing else.",
 )
-def disk_full_while_saving(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def disk_full_while_saving(site: TrainingSite, evidence: Evidence) -> None:
     with site.launch() as process:
         process.wait_for_checkpoints(1)
         limit_file_size(process.pid, _ROOM_BYTES)
@@ -340,8 +337,8 @@ def disk_full_while_saving(sandbox: Sandbox, site: TrainingSite, evidence: Evide
     evidence.expect_exit(code, 2, "though its end was not saved,")
     kept = site.run.checkpoint_path(saved).name
     evidence.expect_output(process.output, f"nothing is lost but the steps since {kept}")
-    evidence.expect_no_partial_checkpoints(site)
-    resume(evidence, site, sandbox.undisturbed)
+    evidence.expect_no_partial_checkpoints()
+    resume(evidence)
     if found:
         evidence.detected_seconds = found.at - at
     evidence.message = (
@@ -361,22 +358,22 @@ def limit_file_size(pid: int, num_bytes: int) -> None:
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
 
 
-def resume(evidence: Evidence, site: TrainingSite, undisturbed: TrainingSite) -> None:
+def resume(evidence: Evidence) -> None:
     """Start the same command again, wait for the end of the run, and check the results."""
+    site = evidence.site
     newest = site.run.checkpoint_steps()[-1]
     with site.launch() as process:
         found = process.wait_for_event("resumed")
         process.finish()
-    _expect_resumed_run(evidence, site, newest, found, undisturbed)
+    _expect_resumed_run(evidence, newest, found)
     evidence.expect_lost_steps_reported(found, newest, process.output)
     if found:
         evidence.detected_seconds = found.at - process.began
 
 
-def _resume_from_older(
-    evidence: Evidence, site: TrainingSite, damaged: str, undisturbed: TrainingSite
-) -> None:
+def _resume_from_older(evidence: Evidence, damaged: str) -> None:
     """Resume a run whose newest checkpoint has a damaged file, and check the results."""
+    site = evidence.site
     older, newest = site.run.checkpoint_steps()[-2:]
     with site.launch() as process:
         warning = process.wait_for_event("checkpoint_damaged")
@@ -389,19 +386,13 @@ def _resume_from_older(
         evidence.expect(path == name, f"it calls {path} damaged, and {name} is")
         evidence.expect(damaged in reason, f"the reason does not name {damaged}: {reason}")
     evidence.expect_output(process.output, f"training resumes from step {older}")
-    _expect_resumed_run(evidence, site, older, found, undisturbed)
+    _expect_resumed_run(evidence, older, found)
     evidence.expect_lost_steps_reported(found, older, process.output)
     at = warning or found
     evidence.detected_seconds = at.at - process.began if at else None
 
 
-def _expect_resumed_run(
-    evidence: Evidence,
-    site: TrainingSite,
-    newest: int,
-    found: ObservedEvent | None,
-    undisturbed: TrainingSite,
-) -> None:
+def _expect_resumed_run(evidence: Evidence, newest: int, found: ObservedEvent | None) -> None:
     evidence.expect_resumed(found, newest)
-    evidence.expect_undisturbed(site, undisturbed)
-    evidence.expect_no_partial_checkpoints(site)
+    evidence.expect_undisturbed()
+    evidence.expect_no_partial_checkpoints()

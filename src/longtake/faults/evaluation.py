@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 from unittest import mock
@@ -29,7 +28,6 @@ from longtake.faults.sandbox import (
     STEPS,
     Injection,
     RunObserver,
-    Sandbox,
     TrainingProcess,
     TrainingSite,
 )
@@ -144,8 +142,9 @@ def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
     return [record for claim in sorted(claims) for record in lease.history(claim)]
 
 
-def _expect_evaluated_once(evidence: Evidence, run: RunDirectory, steps: Iterable[int]) -> None:
+def _expect_evaluated_once(evidence: Evidence, steps: Iterable[int]) -> None:
     """Expect exactly one complete result for each of the steps, and no partial results."""
+    run = evidence.site.run
     announced = Counter(
         each["step"] for each in server_events(run) if each["event"] == "evaluation_finished"
     )
@@ -186,9 +185,7 @@ def _is_whole(run: RunDirectory, step: int) -> bool:
     ),
     recipe=_recipe(_SOLVER_STEPS),
 )
-def evaluator_killed_while_sampling(
-    sandbox: Sandbox, site: TrainingSite, evidence: Evidence
-) -> None:
+def evaluator_killed_while_sampling(site: TrainingSite, evidence: Evidence) -> None:
     # Steps are slow late in the run, so that the servers have started when checkpoints come.
     with _two_servers(site, slow_from=30) as (first, second, process):
         step = first.wait_for_video()
@@ -207,8 +204,8 @@ def evaluator_killed_while_sampling(
         f"step {step} was to be lost by {first.server} and done by {second.server}, and there is "
         f"{found}",
     )
-    _expect_evaluated_once(evidence, site.run, site.run.checkpoint_steps())
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    _expect_evaluated_once(evidence, site.run.checkpoint_steps())
+    evidence.expect_undisturbed()
     count = len(site.run.checkpoint_steps())
     evidence.message = (
         f"{seconds:.1f} s after server {first.pid} was killed over step {step}, another began it "
@@ -236,7 +233,7 @@ def _two_servers(
     must="They share its checkpoints; each is evaluated once; the run is bitwise the same.",
     recipe=_recipe(_SOLVER_STEPS),
 )
-def two_evaluators(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def two_evaluators(site: TrainingSite, evidence: Evidence) -> None:
     # From step 20 on a checkpoint is due every 2.5 s, when both servers have long been started.
     with _two_servers(site, slow_from=20) as (first, second, process):
         process.finish()
@@ -246,22 +243,13 @@ def two_evaluators(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> 
     shares = Counter(e["server"] for e in events if e["event"] == "evaluation_finished")
     for server in (first.server, second.server):
         evidence.expect(shares[server] > 0, f"server {server} has evaluated nothing")
-    _expect_evaluated_once(evidence, site.run, site.run.checkpoint_steps())
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    _expect_evaluated_once(evidence, site.run.checkpoint_steps())
+    evidence.expect_undisturbed()
     counts = " and ".join(str(shares[each]) for each in sorted(shares))
     evidence.message = (
         f"They evaluated {counts} checkpoints, each once; every step of the training is bitwise "
         "the undisturbed run's."
     )
-
-
-@dataclass
-class _HeldCheckpoints:
-    """Observations of the checkpoints that an evaluation server protects from deletion."""
-
-    held: int = -1  # step that was sampled while the run could have deleted its checkpoint
-    saves: int = 0  # number of checkpoints saved in the meantime
-    deleted: list[int] = field(default_factory=list)  # steps deleted right after they were held
 
 
 @fault(
@@ -272,82 +260,86 @@ class _HeldCheckpoints:
     ),
     recipe=_recipe(_MANY_SOLVER_STEPS),
 )
-def checkpoint_deleted_under_evaluator(
-    sandbox: Sandbox, site: TrainingSite, evidence: Evidence
-) -> None:
+def checkpoint_deleted_under_evaluator(site: TrainingSite, evidence: Evidence) -> None:
+    run = site.run
     changes = (f"checkpoint.keep={_KEEP}", "checkpoint.every=1", "evaluation.hold_waiting=0")
-    seen = _HeldCheckpoints()
     with (
         EvaluatorProcess(site, "--until-finished") as server,
         site.launch(*changes, inject=Injection("slow-steps", 20)) as process,
     ):
-        _watch_held(site.run, server, seen)
-        _delete_held(site.run, server, seen)
+        held = server.wait_for_video()
+        num_saves = _saves_while_held(run, server, held)
+        deleted = _delete_held(run, server, held)
         process.finish()
         server.finish()
-    _expect_held(evidence, site.run, seen)
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
-    gone = sum(_ends(site.run, step)[-1:] == ["gone"] for step in seen.deleted)
+    evidence.expect(
+        num_saves > _KEEP,
+        f"step {held} was held for {num_saves} saves, and the run keeps {_KEEP} anyway",
+    )
+    evidence.expect(
+        len(deleted) == _DELETIONS,
+        f"{len(deleted)} checkpoints were deleted under the server, not {_DELETIONS}",
+    )
+    _expect_done_or_gone(evidence, held)
+    evidence.expect_undisturbed()
+    gone = sum(_ends(run, step)[-1:] == ["gone"] for step in deleted)
     evidence.message = (
-        f"Step {seen.held} stayed until it was sampled, for {seen.saves} saves. Of {_DELETIONS} "
+        f"Step {held} stayed until it was sampled, for {num_saves} saves. Of {_DELETIONS} "
         f"that were deleted although they were held {gone} are recorded as gone, and all others "
         "were read before. Every step of the training is bitwise the undisturbed run's."
     )
 
 
-def _watch_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
-    """Count the checkpoints saved while the first sampled one is held."""
-    seen.held = server.wait_for_video()
+def _saves_while_held(run: RunDirectory, server: EvaluatorProcess, held: int) -> int:
+    """Wait until a checkpoint is no longer held; return how many were saved after it until then."""
+    num_saves = 0
 
     def is_released() -> bool:
-        if seen.held in run.checkpoint_steps() and seen.held in needed_steps(run):
+        nonlocal num_saves
+        if held in run.checkpoint_steps() and held in needed_steps(run):
             events = fsio.read_json_lines(run.events_path)
             saved = (each["step"] for each in events if each["event"] == "checkpoint")
-            seen.saves = max(seen.saves, sum(step > seen.held for step in saved))
+            num_saves = max(num_saves, sum(step > held for step in saved))
             return False
         return True
 
     server.wait_until(is_released, "it released its first checkpoint")
+    return num_saves
 
 
-def _delete_held(run: RunDirectory, server: EvaluatorProcess, seen: _HeldCheckpoints) -> None:
+def _delete_held(run: RunDirectory, server: EvaluatorProcess, spared: int) -> list[int]:
     """Delete checkpoints by hand as soon as they are held, before they are read."""
+    deleted = list[int]()
 
     def are_enough() -> bool:
-        for step in needed_steps(run) - {seen.held, *seen.deleted}:
+        for step in needed_steps(run) - {spared, *deleted}:
             if step <= _LAST_DELETED_STEP and run.checkpoint_path(step).exists():
                 delete([run.checkpoint_path(step)])
-                seen.deleted.append(step)
+                deleted.append(step)
         last = run.metrics()[-1:][0]["step"]
-        return len(seen.deleted) >= _DELETIONS or last > _LAST_DELETED_STEP
+        return len(deleted) >= _DELETIONS or last > _LAST_DELETED_STEP
 
     server.wait_until(are_enough, f"it held {_DELETIONS} checkpoints")
+    return deleted
 
 
-def _expect_held(evidence: Evidence, run: RunDirectory, seen: _HeldCheckpoints) -> None:
-    """Expect that held checkpoints stayed, and that each one was evaluated once or is gone."""
-    evidence.expect(
-        seen.saves > _KEEP,
-        f"step {seen.held} was held for {seen.saves} saves, and the run keeps {_KEEP} anyway",
-    )
-    evidence.expect(
-        len(seen.deleted) == _DELETIONS,
-        f"{len(seen.deleted)} checkpoints were deleted under the server, not {_DELETIONS}",
-    )
+def _expect_done_or_gone(evidence: Evidence, held: int) -> None:
+    """Expect that each claimed checkpoint was evaluated once, or is gone unless it was held."""
+    run = evidence.site.run
     claimed = sorted(
         {each["step"] for each in server_events(run) if each["event"] == "evaluation_started"}
     )
     ends = {step: _ends(run, step) for step in claimed}
     for step, found in ends.items():
         # The run's retention may be faster than a claim, but must keep what is held.
-        may_be_gone = step not in run.checkpoint_steps() and step != seen.held
+        may_be_gone = step not in run.checkpoint_steps() and step != held
         is_right = found == ["done"] or (found == ["gone"] and may_be_gone)
         evidence.expect(is_right, f"step {step} ended as {', '.join(map(str, found))}")
     result_path = evaluation_dir.EvaluationDirectory(run).result_path
     of_gone = [s for s in ends if "gone" in ends[s] and result_path(PRESET, s).exists()]
     evidence.expect(not of_gone, f"there are results of steps {of_gone}, which were gone")
     done = {step for step, found in ends.items() if "done" in found}
-    _expect_evaluated_once(evidence, run, sorted(done | set(run.checkpoint_steps())))
+    _expect_evaluated_once(evidence, sorted(done | set(run.checkpoint_steps())))
 
 
 def _ends(run: RunDirectory, step: int) -> list[str | None]:
@@ -365,7 +357,7 @@ def _ends(run: RunDirectory, step: int) -> list[str | None]:
     ),
     begins="killed",
 )
-def half_synced_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def half_synced_checkpoint(site: TrainingSite, evidence: Evidence) -> None:
     run, trainer = site.run, RunDirectory(site.folder / "cluster")
     early, late = run.checkpoint_steps()[-2:]
     trainer.path.mkdir()
@@ -396,7 +388,7 @@ def half_synced_checkpoint(sandbox: Sandbox, site: TrainingSite, evidence: Evide
     )
     slow = f"it was evaluated {seconds:.1f} s after it was whole, not within {_WHOLE_SECONDS:g}"
     evidence.expect(seconds <= _WHOLE_SECONDS, slow)
-    _expect_evaluated_once(evidence, run, (early, late))
+    _expect_evaluated_once(evidence, (early, late))
     evidence.message = (
         f"Step {late} was not tried while files were short, and refused while their bytes were "
         f"wrong; it was evaluated once, {seconds:.1f} s after it was whole; the other meanwhile."
@@ -436,7 +428,7 @@ def _copy(
     must="No loss shows it; the evaluator raises the alarm, and none before it.",
     begins="undisturbed",
 )
-def brightness_drift(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def brightness_drift(site: TrainingSite, evidence: Evidence) -> None:
     """Increase the bias of the EMA's last layer from checkpoint to checkpoint.
 
     The loss is computed with the raw weights and videos are sampled from the EMA, so only videos
@@ -450,7 +442,7 @@ def brightness_drift(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -
     with EvaluatorProcess(site, *options) as evaluator:
         evaluator.finish()
     evidence.detected_seconds = time.monotonic() - began
-    _expect_drift_alarm(evidence, site.run, before, steps)
+    _expect_drift_alarm(evidence, before, steps)
     evidence.message = (
         f"Over {_BRIGHTER_TIMES} checkpoints the EMA got brighter by "
         f"{_BRIGHTER_TIMES * _BRIGHTER * 127.5:.0f} grey levels, and no loss changed. The "
@@ -485,10 +477,9 @@ def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> 
     return steps
 
 
-def _expect_drift_alarm(
-    evidence: Evidence, run: RunDirectory, before: Sequence[int], brighter: Sequence[int]
-) -> None:
+def _expect_drift_alarm(evidence: Evidence, before: Sequence[int], brighter: Sequence[int]) -> None:
     """Expect an alarm at the last checkpoint, and none before the drift began."""
+    run = evidence.site.run
     directory = evaluation_dir.EvaluationDirectory(run)
     done = directory.steps(PRESET)
     evidence.expect(done == [*before, *brighter], f"the steps {done} were evaluated")
@@ -516,7 +507,7 @@ def _drifts(run: RunDirectory, step: int) -> list[evaluation_dir.Alarm]:
         "W&B once it can be written to."
     ),
 )
-def tracker_down(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def tracker_down(site: TrainingSite, evidence: Evidence) -> None:
     try:
         refuse_missing_packages(TrackingSection(wandb="online"))
     except errors.RecipeError as error:
@@ -534,8 +525,8 @@ def tracker_down(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> No
     rows_before = reader.Cursor.load(evaluation_dir.cursor_path(run, "wandb")).rows
     _follow_offline(run)
     evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
-    _expect_tracked(evidence, run, rows_before)
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    _expect_tracked(evidence, rows_before)
+    evidence.expect_undisturbed()
     evidence.detected_seconds = seen
     evidence.message = (
         "The run is bitwise the undisturbed one; TensorBoard has every row, and so has W&B since "
@@ -558,13 +549,14 @@ def _follow_offline(run: RunDirectory) -> None:
     follower.close(_LONGEST_FOLLOWER_SECONDS)
 
 
-def _expect_tracked(evidence: Evidence, run: RunDirectory, rows_before: int) -> None:
+def _expect_tracked(evidence: Evidence, rows_before: int) -> None:
     """Expect every step once in TensorBoard and in W&B's files.
 
     `rows_before` is the number of rows that W&B got while it was unreachable: 0.
     """
     from longtake.tracking.wandb import rows_from, run_id_of
 
+    run = evidence.site.run
     steps = [row["step"] for row in run.metrics()]
     longest = max(row["step_seconds"] for row in run.metrics())
     evidence.expect(longest < _LONGEST_STEP_SECONDS, f"a step took {longest:.1f} s")

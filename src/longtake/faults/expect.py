@@ -68,8 +68,15 @@ class Recovery:
 
 @dataclass
 class Evidence:
-    """The findings of a drill, which passes if there are no complaints."""
+    """The findings of a drill, which passes if there are no complaints.
 
+    Args:
+        site: the site of the run that gets the fault.
+        undisturbed: the site of a run without the fault, with which it is compared.
+    """
+
+    site: TrainingSite
+    undisturbed: TrainingSite
     complaints: list[str] = field(default_factory=list)
     message: str = ""  # description of the outcome if the drill passes
     counts: SampleCounts | None = None
@@ -103,7 +110,6 @@ class Evidence:
 
     def expect_exact(
         self,
-        site: TrainingSite,
         first: Identities | None = None,
         rejected: int = 0,
         skipped: Mapping[int, Identities] = _NOTHING,
@@ -111,12 +117,11 @@ class Evidence:
         """Expect that the run ended, and that each epoch has each clip exactly once.
 
         Args:
-            site: the site of the run.
             first: clips of epoch 0; None: those of the catalog, like in later epochs.
             rejected: number of clips that cannot be decoded.
             skipped: clips that a rollback excludes, by epoch.
         """
-        run, later = site.run, identities_of(site.catalog())
+        run, later = self.site.run, identities_of(self.site.catalog())
         whole = {} if first is None else {0: first}
         counts = self.counts = count_samples(run, whole, later, skipped)
         audited, recipe = audit(run), run.recipe()
@@ -146,13 +151,12 @@ class Evidence:
             counts.skipped + len(steps_skipped(run)) * recipe.training.global_batch_size
         )
 
-    def expect_equal(
-        self, run: RunDirectory, undisturbed: RunDirectory, until: int | None = None
-    ) -> None:
+    def expect_equal(self, until: int | None = None) -> None:
         """Expect that a run's steps, up to `until` or to the end, equal the undisturbed bitwise.
 
         Without `until`, the newest checkpoints must be equal too.
         """
+        run, undisturbed = self.site.run, self.undisturbed.run
         different = first_difference(run, undisturbed, until)
         self.expect(different is None, f"step {different} is not the undisturbed run's")
         if until is None:
@@ -160,36 +164,36 @@ class Evidence:
             self.expect(not saved, f"it ends with another {', '.join(saved)} than the undisturbed")
             self.is_equal = different is None and not saved
 
-    def expect_undisturbed(self, site: TrainingSite, undisturbed: TrainingSite) -> None:
-        self.expect_exact(site)
-        self.expect_equal(site.run, undisturbed.run)
+    def expect_undisturbed(self) -> None:
+        self.expect_exact()
+        self.expect_equal()
 
-    def expect_near(self, site: TrainingSite, undisturbed: TrainingSite) -> float:
+    def expect_near(self) -> float:
         """Expect each clip once per epoch, and losses equal up to rounding.
 
         Returns:
             The largest relative difference of a loss.
         """
-        self.expect_exact(site)
-        error = largest_loss_error(site.run, undisturbed.run)
+        self.expect_exact()
+        error = largest_loss_error(self.site.run, self.undisturbed.run)
         far = f"a loss differs by {error:.1e} from the undisturbed"
         self.expect(error <= _LARGEST_LOSS_ERROR, far)
         return error
 
-    def expect_near_weights(self, site: TrainingSite, undisturbed: TrainingSite) -> float:
+    def expect_near_weights(self) -> float:
         """Expect final weights and EMA equal up to rounding; returns the relative distance."""
-        distance = largest_weight_distance(site.run, undisturbed.run)
+        distance = largest_weight_distance(self.site.run, self.undisturbed.run)
         far = f"weights end {distance:.1e} (relative) from the undisturbed run's"
         self.expect(distance <= _LARGEST_WEIGHT_ERROR, far)
         return distance
 
-    def expect_world_sizes(self, run: RunDirectory, *wanted: int) -> None:
-        launches = json.loads(run.record_path.read_text(encoding="utf-8"))["launches"]
+    def expect_world_sizes(self, *wanted: int) -> None:
+        launches = self.site.run.record()["launches"]
         sizes = [launch["world_size"] for launch in launches]
         self.expect(sizes == [*wanted], f"it was trained by {sizes} ranks, not by {[*wanted]}")
 
-    def expect_no_partial_checkpoints(self, site: TrainingSite) -> None:
-        partial = sorted(path.name for path in site.run.checkpoints_path.glob(".*"))
+    def expect_no_partial_checkpoints(self) -> None:
+        partial = sorted(path.name for path in self.site.run.checkpoints_path.glob(".*"))
         self.expect(not partial, f"partial checkpoints were left: {', '.join(partial)}")
 
     def expect_resumed(self, found: ObservedEvent | None, newest: int) -> None:

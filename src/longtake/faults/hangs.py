@@ -16,7 +16,6 @@ from longtake.faults.sandbox import (
     Injection,
     ObservedEvent,
     RunObserver,
-    Sandbox,
     TrainingProcess,
     TrainingSite,
     stop,
@@ -65,9 +64,7 @@ _RANK_NAMED = "It is named with its line in 15 s, and it is said which rank wait
     must=_WORKER_NAMED,
     how="freeze-worker-in-c",
 )
-def frozen_loader_worker(
-    sandbox: Sandbox, site: TrainingSite, evidence: Evidence, how: str
-) -> None:
+def frozen_loader_worker(site: TrainingSite, evidence: Evidence, how: str) -> None:
     """Let a decode worker hang: stopped while idle or decoding, or by an injected call."""
     is_stopped = how in ("idle", "decoding")
     inject = None if is_stopped else Injection(how, _WINDOWS)
@@ -92,7 +89,7 @@ def frozen_loader_worker(
     pid = ended.event["pid"] if ended else None
     wrong = f"process {hang.pid} was to be ended by the watcher, and {pid} was"
     evidence.expect(pid == hang.pid, wrong)
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.expect_undisturbed()
     evidence.message = (
         f"{sentence} It was ended, another worker read its clip, and every step is bitwise the "
         "undisturbed run's."
@@ -120,10 +117,10 @@ def frozen_loader_worker(
     must=_RANK_NAMED,
     kind="hang-rank-1-asleep",
 )
-def hung_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence, kind: str) -> None:
+def hung_rank(site: TrainingSite, evidence: Evidence, kind: str) -> None:
     with launch_with_hang(site, kind) as process:
         hang = process.wait_for_hang()
-        evidence.message = expect_rank_named(evidence, process, site, hang)
+        evidence.message = expect_rank_named(evidence, process, hang)
 
 
 @fault(
@@ -131,16 +128,16 @@ def hung_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence, kind: st
     does="Stops one rank of two (SIGSTOP), and continues it when it was named.",
     must="It is named with its line in 15 s; then the run continues, and nothing is lost.",
 )
-def hung_rank_stopped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def hung_rank_stopped(site: TrainingSite, evidence: Evidence) -> None:
     with launch_with_hang(site, "hang-rank-1-stopped") as process:
         hang = process.wait_for_hang()
-        sentence = expect_rank_named(evidence, process, site, hang)
+        sentence = expect_rank_named(evidence, process, hang)
         os.kill(hang.pid, signal.SIGCONT)
         cleared = process.wait_for_node_event("stall_cleared")
         process.finish()
         _expect_one_stall(evidence, process)
     evidence.expect(cleared is not None, "no event says that the stall ended")
-    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.expect_near()
     evidence.message = f"{sentence} Continued, it trained to its end, and nothing was lost."
 
 
@@ -148,7 +145,7 @@ def hung_rank_stopped(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) 
     does="Stops one rank of two (SIGSTOP), continues it when it was named, and stops it again.",
     must="Both are named in 15 s, at the terminal of `longtake launch` too, and nothing is lost.",
 )
-def hang_after_a_cleared_hang(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def hang_after_a_cleared_hang(site: TrainingSite, evidence: Evidence) -> None:
     sentences = list[str]()
     changes = (*ON_TWO_RANKS, "checkpoint.every=1000")  # the limit of a save is longer
     with site.launch(*changes, ranks=2, restarts=1) as process:
@@ -172,7 +169,7 @@ def hang_after_a_cleared_hang(sandbox: Sandbox, site: TrainingSite, evidence: Ev
             os.kill(pid, signal.SIGCONT)
             process.wait_for_node_event("stall_cleared")
         process.finish()
-    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.expect_near()
     evidence.message = f"{sentences[-1]} It was the second time, and nothing was lost."
 
 
@@ -181,10 +178,10 @@ def hang_after_a_cleared_hang(sandbox: Sandbox, site: TrainingSite, evidence: Ev
     does="Lets one rank of two sleep for ever, with watch.action = kill and torchrun's restarts.",
     must="It is named and killed; all ranks resume from the last checkpoint, and the run finishes.",
 )
-def hung_rank_killed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def hung_rank_killed(site: TrainingSite, evidence: Evidence) -> None:
     with launch_with_hang(site, "hang-rank-1-asleep", "watch.action=kill", restarts=1) as process:
         hang = process.wait_for_hang()
-        sentence = expect_rank_named(evidence, process, site, hang)
+        sentence = expect_rank_named(evidence, process, hang)
         killed = process.wait_for_node_event("killed_rank")
         resumed = process.wait_for_event("resumed")
         process.finish()
@@ -194,7 +191,7 @@ def hung_rank_killed(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -
     evidence.expect(
         step is not None and 0 < step <= _STEP, f"it resumed from step {step}, and hung in {_STEP}"
     )
-    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.expect_near()
     seconds = resumed.at - hang.at if resumed else 0.0
     evidence.message = (
         f"{sentence} It was killed, and torchrun started all ranks again: {seconds:.1f} s after "
@@ -209,10 +206,8 @@ def launch_with_hang(
     return site.launch(*changes, ranks=2, inject=inject, restarts=restarts)
 
 
-def expect_rank_named(
-    evidence: Evidence, process: TrainingProcess, site: TrainingSite, hang: Hang
-) -> str:
-    found, diagnosis = _wait_for_stall(process, site)
+def expect_rank_named(evidence: Evidence, process: TrainingProcess, hang: Hang) -> str:
+    found, diagnosis = _wait_for_stall(process, evidence.site)
     expect_diagnosis(evidence, found, diagnosis, hang, rank=_RANK, waiting=[0])
     return str(diagnosis.get("sentence"))
 

@@ -14,7 +14,7 @@ from longtake.faults.faulty_processes import CLOCK_FILE
 from longtake.faults.faulty_processes import PROGRAM as FAULTY_PROCESSES
 from longtake.faults.hangs import expect_rank_named, launch_with_hang
 from longtake.faults.registry import fault
-from longtake.faults.sandbox import Injection, ObservedEvent, Sandbox, TrainingSite
+from longtake.faults.sandbox import Injection, ObservedEvent, TrainingSite
 from longtake.health.clock import STEP_SECONDS
 from longtake.process import program, start
 
@@ -51,9 +51,7 @@ _SLOW_RANK_NAMED = (
     kind="slow-rank-1-by-10",
     share=0.1,
 )
-def slow_rank(
-    sandbox: Sandbox, site: TrainingSite, evidence: Evidence, kind: str, share: float
-) -> None:
+def slow_rank(site: TrainingSite, evidence: Evidence, kind: str, share: float) -> None:
     inject = Injection(kind, _SLOW_FROM_STEP)
     with site.launch(*_SLOW_CHANGES, ranks=2, inject=inject, watch=_SLOW_SETTINGS) as process:
         process.wait_for_rows(_SLOW_FROM_STEP)
@@ -96,7 +94,6 @@ def slow_rank(
     size=(_CLOCK_STEP_SECONDS, _LARGEST_STEP_ERROR_SECONDS),
 )
 def wrong_clock(
-    sandbox: Sandbox,
     site: TrainingSite,
     evidence: Evidence,
     kind: node_dir.NodeEventKind,
@@ -114,8 +111,8 @@ def wrong_clock(
         with _watcher_with_wrong_clock(site, *wrong):
             found = process.wait_for_node_event(kind, _is_clock_event)
             process.finish()
-    expect_clock_event(evidence, site, found, kind, within)
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    expect_clock_event(evidence, found, kind, within)
+    evidence.expect_undisturbed()
     if found:
         (expected, largest_error), told = size, found.event[key]
         evidence.expect(
@@ -131,20 +128,20 @@ def wrong_clock(
     ),
     must="The sentences of the stall and of the failed collective name the step of the clock.",
 )
-def clock_step_during_collective(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def clock_step_during_collective(site: TrainingSite, evidence: Evidence) -> None:
     collective = "hang-rank-1-in-collective"
     with launch_with_hang(site, collective, "watch.enabled=false", restarts=1) as process:
         hang = process.wait_for_hang()
         wrong = ("--step", str(_CLOCK_STEP_SECONDS), "--after", "1.0")
         with _watcher_with_wrong_clock(site, *wrong):
-            sentence = expect_rank_named(evidence, process, site, hang)
+            sentence = expect_rank_named(evidence, process, hang)
             os.kill(hang.pid, signal.SIGKILL)
             process.wait_for_event("resumed")
         process.finish()
     step = f"the clock was set back by {-_CLOCK_STEP_SECONDS:.3f} s"
     evidence.expect(step in sentence, f"the sentence does not say that {step}: {sentence}")
     evidence.expect_output(process.output, "Rank 1 of 2", step)
-    evidence.expect_near(site, sandbox.undisturbed)
+    evidence.expect_near()
     evidence.message = (
         f"{sentence} Rank 1 was killed, and the message of the collective that failed in rank 0 "
         f"says the same of the clock; {evidence.steps_lost} steps were trained twice."
@@ -165,12 +162,12 @@ def _watcher_with_wrong_clock(site: TrainingSite, *arguments: str) -> Iterator[N
 
 def expect_clock_event(
     evidence: Evidence,
-    site: TrainingSite,
     found: ObservedEvent | None,
     kind: node_dir.NodeEventKind,
     within: float,
 ) -> None:
     """Expect one clock event of the given kind in time, and no stall or other clock event."""
+    site = evidence.site
     began = fsio.read_json(site.folder / CLOCK_FILE).get("at")
     evidence.expect(began is not None, "the clock has never gone wrong")
     none = f"no event {kind} tells of the clock"

@@ -22,7 +22,6 @@ from longtake.faults.sandbox import (
     Injection,
     ObservedEvent,
     RunObserver,
-    Sandbox,
     TrainingSite,
     stop,
 )
@@ -40,7 +39,7 @@ _KILL_STEPS = range(8, 30)  # there is a checkpoint, and the run is far from its
     does="Leaves a run's watcher no room on the disk, then the run itself; then starts it again.",
     must="The watcher survives and reports it; the run says what is wrong; nothing else is lost.",
 )
-def full_run_disk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def full_run_disk(site: TrainingSite, evidence: Evidence) -> None:
     with site.launch(inject=Injection("slow-steps", _FULL_FROM_STEP)) as process:
         process.wait_for_rows(_FULL_FROM_STEP)
         watcher = process.wait_for_watcher()
@@ -68,7 +67,7 @@ def full_run_disk(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> N
     evidence.expect("Traceback" not in process.output, "it ended with a traceback")
     evidence.expect(bool(site.run.checkpoint_steps()), "no checkpoint is left")
     seconds = evidence.detected_seconds
-    resume(evidence, site, sandbox.undisturbed)
+    resume(evidence)
     evidence.detected_seconds = seconds
     evidence.message = (
         f"Without room for {_FULL_SECONDS:g} s the watcher kept watching, and reported it when it "
@@ -100,7 +99,6 @@ def _kill(pid: int) -> float:
     within=5.0,
 )
 def lost_watcher(
-    sandbox: Sandbox,
     site: TrainingSite,
     evidence: Evidence,
     disable: Callable[[int], float | None],
@@ -120,7 +118,7 @@ def lost_watcher(
     evidence.expect_event(found, at, f"no watcher has replaced process {pid}", within=within)
     if disable is stop:  # a killed one may still be waited for by its parent
         evidence.expect(is_gone, f"process {pid} is still there")
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.expect_undisturbed()
     evidence.message = (
         f"{evidence.detected_seconds or 0:.1f} s after watcher {pid} was disabled, it had ended "
         "and there was another; every step is bitwise the undisturbed run's."
@@ -131,7 +129,7 @@ def lost_watcher(
     does="Freezes the file system of the run directory (fsfreeze) until the hang was named.",
     must="Terminal and hook name it while it is frozen; then the run continues, bitwise the same.",
 )
-def run_disk_frozen(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def run_disk_frozen(site: TrainingSite, evidence: Evidence) -> None:
     # Not in the run directory, whose disk is frozen when the hook writes.
     hook = site.folder / "alerts.jsonl"
     with _own_disk(site.run.path), site.launch(f"watch.hook=cat >> {hook}") as process:
@@ -160,7 +158,7 @@ def run_disk_frozen(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) ->
         evidence.expect("state D" in sentence, f"the disk is not named: {sentence}")
         evidence.expect(sentence in late, "no event says the same once the disk answers")
         evidence.expect(cleared is not None, "no event says that the stall ended")
-        evidence.expect_undisturbed(site, sandbox.undisturbed)
+        evidence.expect_undisturbed()
     evidence.message = f"{sentence} Terminal and hook said so while the disk was frozen."
 
 
@@ -209,9 +207,9 @@ def _frozen(folder: Path) -> Iterator[float]:
 @fault(
     does="Kills one rank of two (SIGKILL) after a random step of `longtake launch`.",
     must="It is named; both resume from the newest checkpoint, and the end is bitwise the same.",
+    compared_with="undisturbed_on_two_ranks",
 )
-def kill_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
-    undisturbed = sandbox.undisturbed_on_two_ranks
+def kill_rank(site: TrainingSite, evidence: Evidence) -> None:
     step = random.choice(_KILL_STEPS)  # noqa: S311 - not a secret
     with site.launch(*ON_TWO_RANKS, ranks=2, restarts=1) as process:
         process.wait_for_rows(step)
@@ -222,7 +220,7 @@ def kill_rank(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
         evidence.expect_lost_rank_named(process, 1)
         evidence.expect_output(process.output, "Rank 1 of 2")
     evidence.expect_recovered(recovery)
-    evidence.expect_undisturbed(site, undisturbed)
+    evidence.expect_undisturbed()
     evidence.message = (
         f"Rank 1 was killed after step {step} and named; {recovery.seconds:.1f} s later a step was "
         f"trained again, and {evidence.steps_lost} steps twice; {BITWISE}."
@@ -241,8 +239,9 @@ def wait_for_recovery(observer: RunObserver, site: TrainingSite, lost_at: float)
 @fault(
     does="Trains on two ranks, resumes with one, and then with two again.",
     must="No clip is repeated or missing; losses and weights are the same but for rounding.",
+    compared_with="undisturbed_on_two_ranks",
 )
-def world_2_1_2(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def world_2_1_2(site: TrainingSite, evidence: Evidence) -> None:
     for ranks, num_checkpoints in ((2, 2), (1, 4)):
         with site.launch(*ON_TWO_RANKS, ranks=ranks) as process:
             process.wait_for_checkpoints(num_checkpoints)
@@ -250,9 +249,9 @@ def world_2_1_2(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> Non
                 raise errors.RunError(f"The run was over before {ranks} ranks could be killed.")
     with site.launch(*ON_TWO_RANKS, ranks=2) as process:
         process.finish()
-    evidence.expect_world_sizes(site.run, 2, 1, 2)
-    evidence.expect_near(site, sandbox.undisturbed_on_two_ranks)
-    distance = evidence.expect_near_weights(site, sandbox.undisturbed_on_two_ranks)
+    evidence.expect_world_sizes(2, 1, 2)
+    evidence.expect_near()
+    distance = evidence.expect_near_weights()
     evidence.message = (
         f"Two ranks, one, and two again trained it, and {evidence.steps_lost} steps twice: no clip "
         f"was repeated or missing, and the weights end {distance:.0e} (relative: rounding) from "

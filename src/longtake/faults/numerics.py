@@ -16,7 +16,6 @@ from longtake.faults.sandbox import (
     RATE_FACTOR,
     STEPS_PER_EPOCH,
     Injection,
-    Sandbox,
     TrainingSite,
 )
 from longtake.fsio import read_json_lines
@@ -37,11 +36,11 @@ _LARGEST_LOSS_ERROR = 1e-3  # relative error of a loss whose sums round differen
     does="Makes one number of one parameter's gradient NaN, in one step.",
     must="That update alone is skipped, and the message names the parameter.",
 )
-def nan_gradient(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence) -> None:
+def nan_gradient(site: TrainingSite, evidence: expect.Evidence) -> None:
     _train(site, Injection("lose-gradient", _NAN_STEP))
-    _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
-    evidence.expect_equal(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
-    said = _expect_named(evidence, site.run, NAN_PARAMETER)
+    _expect_skip(evidence, _NAN_STEP)
+    evidence.expect_equal(until=_NAN_STEP)
+    said = _expect_named(evidence, NAN_PARAMETER)
     evidence.message = f"That update was skipped, and it said: {said}"
 
 
@@ -49,13 +48,13 @@ def nan_gradient(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence
     does="Makes one number of a gradient NaN on one rank of two, in one step.",
     must="Both skip that update, and keep equal weights; the message names the rank.",
 )
-def nan_on_one_rank(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evidence) -> None:
+def nan_on_one_rank(site: TrainingSite, evidence: expect.Evidence) -> None:
     _train(site, Injection("lose-gradient-on-rank-1", _NAN_STEP), *ON_TWO_RANKS, ranks=2)
-    _expect_skip(evidence, site, _NAN_STEP, sandbox.undisturbed)
+    _expect_skip(evidence, _NAN_STEP)
     # Not bitwise: two ranks add up a batch in another order than one.
-    error = expect.largest_loss_error(site.run, sandbox.undisturbed.run, until=_NAN_STEP)
+    error = expect.largest_loss_error(site.run, evidence.undisturbed.run, until=_NAN_STEP)
     evidence.expect(error <= _LARGEST_LOSS_ERROR, f"a loss before it differs by {error:.1e}")
-    said = _expect_named(evidence, site.run, "rank 1 of 2 alone", NAN_PARAMETER)
+    said = _expect_named(evidence, "rank 1 of 2 alone", NAN_PARAMETER)
     sums = [path.read_text(encoding="utf-8") for path in site.folder.glob("weights_of_rank_*")]
     evidence.expect(len(sums) == 2, f"{len(sums)} ranks have reported the weights they ended with")
     evidence.expect(len(set(sums)) == 1, "the ranks ended with different weights")
@@ -69,6 +68,7 @@ def nan_on_one_rank(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evide
     does=f"Raises the norm of a run's weights by {NORM_FACTOR - 1:.1%} where an epoch ends.",
     must="It is found within an epoch; the message names the epoch boundary; the run rolls back.",
     recipe=LONG_RECIPE,
+    compared_with="undisturbed_long",
     inject=Injection("raise-norm", _NORM_STEP),
     reason="edge_step",
     within_steps=STEPS_PER_EPOCH,
@@ -80,6 +80,7 @@ def nan_on_one_rank(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evide
     does=f"Raises the learning rate of a run's attention {RATE_FACTOR:g}fold from a step on.",
     must=f"It is found within {_RATE_WITHIN_STEPS} steps, by name; the run rolls back.",
     recipe=LONG_RECIPE,
+    compared_with="undisturbed_long",
     inject=Injection("raise-rate", _RATE_STEP),
     reason="divergence",
     within_steps=_RATE_WITHIN_STEPS,
@@ -90,13 +91,13 @@ def nan_on_one_rank(sandbox: Sandbox, site: TrainingSite, evidence: expect.Evide
     does=f"Poisons {POISONED_BATCHES} batches of a run: their pixels are far too bright.",
     must="It is found at its first step; the run rolls back and excludes these batches.",
     recipe=LONG_RECIPE,
+    compared_with="undisturbed_long",
     inject=Injection("poison", _POISONED_BATCH),
     reason="spike",
     within_steps=0,
     told=f"{POISONED_BATCHES} batches from {_POISONED_BATCH} on were poisoned, and it said",
 )
 def rolled_back(
-    sandbox: Sandbox,
     site: TrainingSite,
     evidence: expect.Evidence,
     inject: Injection,
@@ -107,12 +108,11 @@ def rolled_back(
 ) -> None:
     """Train with a fault for which the guard must roll back, and check the rollback."""
     _train(site, inject)
-    undisturbed = sandbox.undisturbed_long
-    _expect_rollback(evidence, site, inject.at, reason, undisturbed, within_steps)
-    _expect_named(evidence, site.run, *names)
+    _expect_rollback(evidence, inject.at, reason, within_steps)
+    _expect_named(evidence, *names)
     if not evidence.complaints:
         begins = told.format(steps=evidence.detected_steps)
-        evidence.message = f"{begins}: {_rollback_message(site, undisturbed)}"
+        evidence.message = f"{begins}: {_rollback_message(evidence)}"
 
 
 def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1) -> None:
@@ -120,39 +120,30 @@ def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1)
         process.finish()
 
 
-def _expect_rollback(
-    evidence: expect.Evidence,
-    site: TrainingSite,
-    at: int,
-    reason: str,
-    undisturbed: TrainingSite,
-    within_steps: int,
-) -> None:
+def _expect_rollback(evidence: expect.Evidence, at: int, reason: str, within_steps: int) -> None:
     """Expect that the fault is found in time, and one rollback excludes its batches."""
-    run = site.run
-    _expect_guard_report(evidence, run, at, reason, within_steps)
-    rollbacks = run.rollbacks()
+    _expect_guard_report(evidence, at, reason, within_steps)
+    rollbacks = evidence.site.run.rollbacks()
     evidence.expect(len(rollbacks) == 1, f"it rolled back {len(rollbacks)} times, not once")
     target, first, end = at, 0, 0
     if rollbacks:
         target, (first, end) = rollbacks[0]["to_step"], rollbacks[0]["skipped"]
         evidence.expect(target <= at, f"it rolled back to step {target}, and it began in {at}")
         evidence.expect(first <= at < end, f"it excludes batches {first} to {end - 1}, not {at}")
-    evidence.expect_equal(run, undisturbed.run, until=target)
-    _expect_good_end(evidence, site, undisturbed, (first, end))
+    evidence.expect_equal(until=target)
+    _expect_good_end(evidence, (first, end))
 
 
-def _expect_skip(
-    evidence: expect.Evidence, site: TrainingSite, at: int, undisturbed: TrainingSite
-) -> None:
+def _expect_skip(evidence: expect.Evidence, at: int) -> None:
     """Expect that only the update after step `at` is skipped, without a rollback."""
-    _expect_guard_report(evidence, site.run, at, "non_finite", within_steps=0)
-    skipped = expect.steps_skipped(site.run)
+    _expect_guard_report(evidence, at, "non_finite", within_steps=0)
+    run = evidence.site.run
+    skipped = expect.steps_skipped(run)
     evidence.expect(
         skipped == [at + 1], f"updates of steps {skipped} were skipped, not of {at + 1}"
     )
-    evidence.expect(not site.run.rollbacks(), "it rolled back, and had only to skip one update")
-    _expect_good_end(evidence, site, undisturbed, (0, 0))
+    evidence.expect(not run.rollbacks(), "it rolled back, and had only to skip one update")
+    _expect_good_end(evidence, (0, 0))
 
 
 def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
@@ -160,13 +151,13 @@ def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] in ("update_skipped", "anomaly_detected")]
 
 
-def _relative_end_loss(run: RunDirectory, undisturbed: RunDirectory) -> float:
+def _relative_end_loss(evidence: expect.Evidence) -> float:
     """Return the ratio of a run's final loss to the undisturbed run's.
 
     The ratio is computed on the last batches that both have trained: different batches have
     different noise levels, which change the loss by more than most faults do.
     """
-    one, other = _loss_by_batch(run), _loss_by_batch(undisturbed)
+    one, other = _loss_by_batch(evidence.site.run), _loss_by_batch(evidence.undisturbed.run)
     both = sorted(one.keys() & other.keys())[-_LAST_BATCHES:]
     if not both:
         return math.inf
@@ -180,8 +171,9 @@ def _loss_by_batch(run: RunDirectory) -> dict[int, float]:
 
 
 def _expect_guard_report(
-    evidence: expect.Evidence, run: RunDirectory, at: int, reason: str, within_steps: int
+    evidence: expect.Evidence, at: int, reason: str, within_steps: int
 ) -> None:
+    run = evidence.site.run
     found = guard_reports(run)
     evidence.expect(bool(found), "no event says that the guard found anything")
     if not found:
@@ -202,38 +194,34 @@ def _expect_guard_report(
     evidence.expect(has_report, "the guard's report was not kept")
 
 
-def _expect_good_end(
-    evidence: expect.Evidence,
-    site: TrainingSite,
-    undisturbed: TrainingSite,
-    excluded: tuple[int, int],
-) -> None:
+def _expect_good_end(evidence: expect.Evidence, excluded: tuple[int, int]) -> None:
     """Expect all steps, the undisturbed run's final loss, and each clip once.
 
     Clips of the excluded batches (a half-open range) must be left out.
     """
-    evidence.expect_exact(site, skipped=expect.clips_between(undisturbed.run, *excluded))
-    share = _relative_end_loss(site.run, undisturbed.run)
+    evidence.expect_exact(skipped=expect.clips_between(evidence.undisturbed.run, *excluded))
+    share = _relative_end_loss(evidence)
     evidence.expect(
         abs(share - 1) <= _LARGEST_FINAL_LOSS_CHANGE,
         f"it ended with {share:.2f} times the undisturbed run's loss",
     )
 
 
-def _expect_named(evidence: expect.Evidence, run: RunDirectory, *wanted: str) -> str:
+def _expect_named(evidence: expect.Evidence, *wanted: str) -> str:
     """Expect words in the guard's messages, and return the messages."""
-    said = " ".join(report["message"] for report in guard_reports(run))
+    said = " ".join(report["message"] for report in guard_reports(evidence.site.run))
     for name in wanted:
         evidence.expect(name in said, f"the message does not name {name}: {said}")
     return said
 
 
-def _rollback_message(site: TrainingSite, undisturbed: TrainingSite) -> str:
-    (rollback,) = site.run.rollbacks()
+def _rollback_message(evidence: expect.Evidence) -> str:
+    run = evidence.site.run
+    (rollback,) = run.rollbacks()
     first, end = rollback["skipped"]
     return (
-        f"{guard_reports(site.run)[0]['message']} It rolled back from step "
+        f"{guard_reports(run)[0]['message']} It rolled back from step "
         f"{rollback['from_step']} to the checkpoint of step {rollback['to_step']}, excluded "
         f"batches {first} to {end - 1}, and ended with "
-        f"{_relative_end_loss(site.run, undisturbed.run):.2f} times the undisturbed run's loss."
+        f"{_relative_end_loss(evidence):.2f} times the undisturbed run's loss."
     )

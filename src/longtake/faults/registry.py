@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from longtake.faults.sandbox import Sandbox
 
 Drill = Callable[..., None]
+ComparedRun = Literal[
+    "undisturbed", "undisturbed_on_two_ranks", "undisturbed_on_three_ranks", "undisturbed_long"
+]
 _ALL = "all"
 _MODULES = ("data", "stores", "numerics", "ranks", "hangs", "health", "nodes", "evaluation")
 _NAME_WIDTH = 18
@@ -92,11 +95,12 @@ def fault(
     family: str = "",
     begins: Literal["new", "killed", "undisturbed"] = "new",
     recipe: str | None = None,
+    compared_with: ComparedRun = "undisturbed",
     **arguments: object,
 ) -> Callable[[Drill], Drill]:
     """Return a decorator that registers a drill as a fault.
 
-    A drill gets the sandbox, a training site of its own, an `Evidence` to fill, and `arguments`.
+    A drill gets a training site of its own, an `Evidence` to fill, and `arguments`.
 
     Args:
         does: the fault, in one line.
@@ -106,6 +110,7 @@ def fault(
         family: common name of several faults.
         begins: state of the run at the site: not begun, killed in mid-epoch, or trained to its end.
         recipe: recipe of a new run; None: the short one.
+        compared_with: the sandbox's run without a fault with which the run is compared.
         arguments: further arguments of the drill.
     """
 
@@ -121,8 +126,8 @@ def fault(
                 site = sandbox.fresh(known_as, recipe or SHORT_RECIPE)
             else:
                 site = sandbox.copied(known_as, begins)
-            evidence = Evidence()
-            drill(sandbox, site, evidence, **arguments)
+            evidence = Evidence(site, getattr(sandbox, compared_with))
+            drill(site, evidence, **arguments)
             return evidence
 
         _faults[known_as] = Fault(known_as, does, must, run, drill.__module__, family)

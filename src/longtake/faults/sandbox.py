@@ -40,6 +40,12 @@ LONG_STEPS = 168  # ten and a half epochs
 GUARD_WINDOW_STEPS = 32
 SAMPLE_TIMEOUT_SECONDS = 1.5  # a thousand times the decoding time of one of these clips
 ON_TWO_RANKS = ("data.workers=0",)  # changes of the recipe: two cores have no room for workers
+COMPARED_EVERY = 4  # steps from one comparison of the copies of the weights to the next
+ON_THREE_RANKS = (
+    *ON_TWO_RANKS,
+    "training.global_batch_size=3",
+    f"guard.compare_replicas_every={COMPARED_EVERY}",
+)
 
 POISONED_BATCHES = 5  # more than the guard skips one by one
 RATE_FACTOR = 10.0
@@ -440,6 +446,11 @@ class Sandbox:
     def undisturbed_on_two_ranks(self) -> TrainingSite:
         self._console.print("  trains an undisturbed run on two ranks")
         return self._trained("undisturbed-on-two", SHORT_RECIPE, *ON_TWO_RANKS, ranks=2)
+
+    @cached_property
+    def undisturbed_on_three_ranks(self) -> TrainingSite:
+        self._console.print("  trains an undisturbed run on three ranks")
+        return self._trained("undisturbed-on-three", SHORT_RECIPE, *ON_THREE_RANKS, ranks=3)
 
     @cached_property
     def undisturbed_long(self) -> TrainingSite:

@@ -16,7 +16,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.faults.expect import BITWISE, Evidence
 from longtake.faults.registry import NotPossibleHereError, fault
-from longtake.faults.sandbox import Sandbox, TrainingSite
+from longtake.faults.sandbox import TrainingSite
 
 _GONE_SECONDS = 20.0  # longer than the shortest limit of a stall, so that it is reported
 _SLOW_SECONDS = 0.4  # delay of each answer, with which some clips take longer than a step
@@ -124,13 +124,13 @@ def _clips_in_store(site: TrainingSite) -> Iterator[LoopbackStore]:
     does="Trains from a store on loopback that answers each request after 0.4 s.",
     must="The loader waits; no sample is lost or repeated; every step is bitwise the same.",
 )
-def store_slow(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def store_slow(site: TrainingSite, evidence: Evidence) -> None:
     with _clips_in_store(site) as store, site.launch() as process:
         process.wait_for_rows(_USUAL_STEPS)
         store.seconds, before = _SLOW_SECONDS, store.num_answers
         process.finish()
     evidence.expect(store.num_answers > before, "no clip was fetched while the store was slow")
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.expect_undisturbed()
     evidence.message = (
         f"{store.num_answers - before} clips were fetched with {_SLOW_SECONDS:g} s before each "
         f"answer, and the training waited for them; {BITWISE}."
@@ -141,7 +141,7 @@ def store_slow(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None
     does="Trains from a store on loopback that refuses connections for 20 s.",
     must="The stall names it; no sample is lost or repeated; every step is bitwise the same.",
 )
-def store_gone(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None:
+def store_gone(site: TrainingSite, evidence: Evidence) -> None:
     with _clips_in_store(site) as store, site.launch(*_REPORT) as process:
         process.wait_for_rows(_USUAL_STEPS)
         store.lose()
@@ -160,5 +160,5 @@ def store_gone(sandbox: Sandbox, site: TrainingSite, evidence: Evidence) -> None
     sentence = str(fsio.read_json(path).get("sentence")) if path else ""
     named = f"The store {store.address} has given nothing for "
     evidence.expect(named in sentence, f"the stall does not name the store: {sentence}")
-    evidence.expect_undisturbed(site, sandbox.undisturbed)
+    evidence.expect_undisturbed()
     evidence.message = f"{sentence} After 20 s the store was back; {BITWISE}."
