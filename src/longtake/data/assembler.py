@@ -1,4 +1,4 @@
-"""One rank's share of each batch: fetches its samples, and fills the places of failed ones."""
+"""Assembles one rank's share of each batch: fetches its samples, and replaces those that fail."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,7 +28,7 @@ _MAX_CLIP_RECORDS = 2**14
 
 
 class Sample(NamedTuple):
-    """A clip with its caption in one epoch, and the seed of its random choices."""
+    """A training sample: a clip in one epoch, and the seed of its random choices."""
 
     clip: Clip
     epoch: int
@@ -36,7 +36,7 @@ class Sample(NamedTuple):
 
 
 class PendingBatch(NamedTuple):
-    """A rank's share of a batch, while it is fetched."""
+    """A rank's share of a batch whose clips are still being decoded or read from a cache."""
 
     planned: PlannedBatch
     samples: list[Sample | None]  # None for a place without a clip
@@ -92,7 +92,7 @@ class BatchAssembler:
     def assemble(
         self, pending: PendingBatch, history: PlanHistory, skipped: SkippedRanges
     ) -> Batch:
-        """Wait for the samples of a batch; a filler takes the places of failed ones.
+        """Wait for a batch's samples; another clip takes the place of each that failed.
 
         Raises:
             DataError: too many clips have failed, or no clip at all can be read.
@@ -115,7 +115,7 @@ class BatchAssembler:
     def assemble_if_decoded(
         self, pending: PendingBatch, history: PlanHistory, skipped: SkippedRanges
     ) -> Batch | None:
-        """Return the batch if all its samples are decoded and none needs a filler, else None."""
+        """Return the batch if all its samples are decoded and none has failed, else None."""
         planned, samples, buffer = pending
         usable = [each for each in samples if each and each.clip.identity not in self._quarantine]
         if isinstance(buffer, CachedBuffer) or len(usable) < len(samples):
@@ -181,10 +181,10 @@ class BatchAssembler:
     def _fetch_filler(
         self, planned: PlannedBatch, buffer: BatchBuffer, place: int, history: PlanHistory
     ) -> tuple[Sample, PlannedBatch, BatchBuffer]:
-        """Fetch a clip that can be decoded: from the batch, else its bucket, else another bucket.
+        """Fetch a clip in place of failed ones: of the batch, else of its shape, else of another.
 
-        If no clip of its bucket can be decoded, the batch takes the shape of another bucket. Then
-        no rank has a sample, and the update is skipped.
+        If no clip of the batch's bucket (clip shape) can be decoded, the batch takes another shape.
+        Then no rank has a sample, and the update is skipped.
         """
         for stream, catalog, bucket, row in _candidates(planned, history):
             clip = self._clip(catalog, row)
@@ -222,7 +222,10 @@ class BatchAssembler:
 def _candidates(
     planned: PlannedBatch, history: PlanHistory
 ) -> Iterator[tuple[Stream | None, Catalog, Bucket, np.uint32]]:
-    """Yield clips to replace undecodable ones: the batch's own, then those of similar streams."""
+    """Yield clips that may replace undecodable ones: the batch's own, then those most like them.
+
+    Clips of the same shape come first, then of the same catalog, then of the same stage.
+    """
     yield from ((None, planned.catalog, planned.bucket, row) for row in planned.rows)
     places = [
         (stream, part, bucket)

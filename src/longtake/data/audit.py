@@ -1,4 +1,4 @@
-"""Compares the samples in a run's ledger with its plans, epoch by epoch.
+"""Compares the trained samples in a run's ledger with its data plans, epoch by epoch.
 
 The plans are rebuilt from the catalogs that the run kept and from its recipe. A finished epoch must
 have consumed every clip of its stage once.
@@ -29,7 +29,7 @@ _EXAMPLES = 5
 
 @dataclass(frozen=True)
 class EpochAudit:
-    """Counts of the samples of one epoch, for one catalog in one stage."""
+    """Numbers of trained, repeated and missing samples of one epoch of a catalog in one stage."""
 
     epoch: int
     stage: str
@@ -51,7 +51,7 @@ class EpochAudit:
 
 @dataclass(frozen=True)
 class Audit:
-    """Result of comparing a run's ledger with its plans."""
+    """Result of comparing a run's ledger of trained samples with its data plans."""
 
     epochs: tuple[EpochAudit, ...]
     end_step: int  # number of the next batch: after trained, kept or skipped steps
@@ -66,7 +66,7 @@ class Audit:
 
 @dataclass
 class _Expected:
-    """Identities that an epoch should have consumed."""
+    """Identities of the clips that an epoch should have trained by now."""
 
     planned: list[pa.Array] = field(default_factory=list)
     # Identities that all plans together must have consumed when the epoch ends.
@@ -76,7 +76,7 @@ class _Expected:
 
 
 def audit(run: RunDirectory, *, with_metrics: bool = True) -> Audit:
-    """Compare a run's ledger with its plans.
+    """Compare a run's ledger of trained samples with its data plans.
 
     With `with_metrics`, metrics.jsonl is read completely and searched for two writers.
 
@@ -123,7 +123,7 @@ _NONE: Identities = np.empty(0, np.uint64)
 
 
 def _expected_by_epoch(plan_history: PlanHistory, end_step: int) -> dict[_Key, _Expected]:
-    """Return for each epoch that has begun the clips that it should have consumed before a step."""
+    """Return by epoch the clips that a run should have trained before step `end_step`."""
     ends = [plan.first_step for plan in plan_history.plans[1:]]
     expected: dict[_Key, _Expected] = {}
     # A plan counts only for the steps before the next one took over.
@@ -149,7 +149,10 @@ def _exclude_skipped(
     spans: Sequence[Span],
     end_step: int,
 ) -> int:
-    """Record the clips of skipped steps for their epochs, and return the number of such steps."""
+    """Add the clips of batches that the run skipped on purpose to their epochs.
+
+    Returns the number of these batches.
+    """
     num_skipped = 0
     for step in (step for first, end in spans for step in range(first, min(end, end_step))):
         plan_end = plan_history.plan_at(step).end_step
@@ -166,7 +169,10 @@ def _exclude_skipped(
 
 
 def _consumed_of(stream: Stream, count: int) -> Iterator[tuple[Part, int, pa.Array, bool]]:
-    """Yield (part, epoch, identities, is over) for the first `count` batches of a stream."""
+    """Yield the clips that a catalog's first `count` batches in a stage consume, by epoch.
+
+    Yields (part of the plan, epoch, identities of the clips, whether the epoch is over).
+    """
     for start, part in zip(stream.starts, stream.parts, strict=True):
         if count <= start:
             return
@@ -199,7 +205,7 @@ def _identities(catalog: Catalog, rows: NDArray[np.integer[Any]]) -> pa.Array:
 
 
 def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> Identities:
-    """Return distinct identities [N], shortened to the bytes that a ledger records.
+    """Return distinct identities of clips [N], shortened to the bytes that a ledger records.
 
     If two identities share a short form, it occurs twice, because it may be trained twice.
     """
@@ -217,7 +223,7 @@ def _short(identities: Sequence[pa.Array], without: Sequence[pa.Array] = ()) -> 
 
 
 def _by_epoch(consumed: ledger.Consumed) -> dict[_Key, tuple[Identities, Identities]]:
-    """Return the identities that were trained and those that were rejected, by epoch."""
+    """Return by epoch the clips in a ledger that were trained, and those that were rejected."""
     # Sorted once and split at the borders: a mask for each epoch would read all records each time.
     order = np.lexsort((consumed.epoch, consumed.stream))
     stream, epoch = consumed.stream[order], consumed.epoch[order]

@@ -1,7 +1,7 @@
-"""Buckets chosen from the catalogs by a pixel budget (`data.auto_buckets`), torch-free.
+"""Chooses buckets (clip shapes) from the catalogs by a pixel budget: `data.auto_buckets`.
 
 The choice is a pure function of the recipe and the catalogs. A run keeps the buckets that it began
-with.
+with. Nothing here imports torch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ _LEAST_AREA = 0.9  # share of the budget to use, unless no shape comes near to i
 
 
 def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
-    """Return a recipe with `data.buckets`: its own, the run's, or chosen from the catalogs.
+    """Return a recipe with `data.buckets` (clip shapes): its own, the run's, or newly chosen.
 
     With `shown` the buckets are chosen from that catalog, in place of the recipe's only one.
 
@@ -55,7 +55,7 @@ def with_buckets(recipe: Recipe, shown: Path | None = None) -> Recipe:
 def choose_buckets(
     catalogs: Mapping[str, catalog.Catalog], auto: AutoBucketsSection, data: DataSection
 ) -> tuple[Bucket, ...]:
-    """Return the buckets of `auto` that get at least `min_clips` captioned clips each.
+    """Return the clip shapes that `auto` allows and that at least `min_clips` captioned clips fit.
 
     The bucket with the fewest clips is removed until all have enough; its clips then go to others.
 
@@ -91,7 +91,7 @@ def choose_buckets(
 def glance(
     data: Path, indexed: Path, fps: float | None
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the frames [N] of clips at a rate, and their widths divided by their heights [N].
+    """Return the numbers of frames [N] of clips at a frame rate, and their aspect ratios [N].
 
     They come from the catalog if it exists, else from the headers of some files of the folder
     `data`, whose rotation is not read. Files that cannot be opened are left out; indexing reports
@@ -136,14 +136,14 @@ def glance(
 def propose_buckets(
     frames: NDArray[np.int64], aspects: NDArray[np.float64], shapes: Sequence[Bucket], stride: int
 ) -> tuple[Bucket, ...]:
-    """Return the given buckets, and further ones if many clips fit none of the given.
+    """Return the recipe's buckets (clip shapes), and more if many clips fit none of them.
 
     A shape is turned for clips that lie the other way. It is shortened for clips that are too
     short, to the most frames that keep nine of ten of them, 8 n + 1 or 4 n + 1 like the given ones.
 
     Args:
         frames: [N] number of frames of each clip, at the rate at which they are trained.
-        aspects: [N] their width divided by their height.
+        aspects: [N] width of each clip divided by its height.
         shapes: the recipe's buckets.
         stride: `data.frame_stride`.
     """
@@ -172,7 +172,7 @@ def propose_buckets(
 
 
 def _most_frames(longest: int, enough: int) -> int | None:
-    """Return the largest usual number of frames up to `enough`, or None.
+    """Return the largest usual number of frames of a clip up to `enough`; None if there is none.
 
     Usual are 8 n + 1 or 4 n + 1 if `longest` has this form, else `longest` halved until it fits.
     """
@@ -185,7 +185,10 @@ def _most_frames(longest: int, enough: int) -> int | None:
 
 
 def _size(auto: AutoBucketsSection, aspect: float) -> tuple[int, int]:
-    """Return height and width, both multiples, within the budget, of the nearest aspect ratio."""
+    """Return the height and width, within the pixel budget, that are nearest to an aspect ratio.
+
+    Both are multiples of `auto.multiple_of`.
+    """
     step, found = auto.multiple_of, []
     for height in range(step, auto.pixels // step + 1, step):
         width = min(max(step, round(height * aspect / step) * step), auto.pixels // height)

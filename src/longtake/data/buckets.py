@@ -1,4 +1,7 @@
-"""Bucket, window and seed of a clip's samples: pure functions of clip, recipe and seed."""
+"""Sorts clips into buckets (clip shapes), and chooses the window and seed of each sample.
+
+All are pure functions of clip, recipe and seed.
+"""
 
 import tempfile
 from collections import Counter
@@ -37,20 +40,20 @@ _MAX_ROWS_ON_HEAP = 2**18  # one megabyte; larger arrays are mapped from a file
 
 @dataclass(frozen=True)
 class SharedClips:
-    """Clips that several buckets share; in each epoch, every bucket gets a different part."""
+    """Clips of which several buckets (clip shapes) get a different part in each epoch."""
 
     rows: Rows
     weights: tuple[float, ...]  # share that each bucket gets; they sum to 1
 
     @cached_property
     def ends(self) -> tuple[int, ...]:
-        """End of each bucket's part of the rows, which are permuted in each epoch."""
+        """Cumulative sizes of the buckets' parts of these clips, which each epoch permutes."""
         return tuple(accumulate(shares(len(self.rows), self.weights)))
 
 
 @dataclass(frozen=True)
 class BucketAssignment:
-    """Clips of a catalog, sorted into buckets.
+    """Clips of a catalog, sorted into buckets (clip shapes).
 
     A bucket has the same number of clips in each epoch: its own, then a part of each of `shared`.
     Positions count along this list.
@@ -74,12 +77,15 @@ class BucketAssignment:
         return np.concatenate([*self.rows, *(each.rows for each in self.shared)])
 
     def candidates(self, bucket: int) -> Rows:
-        """Return the clips that a bucket has in at least one epoch."""
+        """Return the catalog rows of all clips that a bucket has in at least one epoch."""
         taken = (each.rows for each in self.shared if each.weights[bucket])
         return np.concatenate([self.rows[bucket], *taken]) if self.shared else self.rows[bucket]
 
     def rows_at(self, bucket: int, positions: Indices, epochs: Indices, *key: int | str) -> Rows:
-        """Return the rows [N] of the clips at positions of a bucket; `key` sets the order."""
+        """Return the catalog rows [N] of the clips at positions of a bucket, each in its epoch.
+
+        `key` sets the order of clips that buckets share.
+        """
         own = self.rows[bucket]
         if not self.shared:
             return own[positions]
@@ -102,7 +108,7 @@ class BucketAssignment:
         return found
 
     def filtered(self, keep: Callable[[Rows], NDArray[np.bool_]]) -> "BucketAssignment":
-        """Return the assignment of the clips that `keep` accepts; shares apply to what is left."""
+        """Return this assignment with only the clips that `keep` accepts; shares apply to them."""
         rows = tuple(mine[keep(mine)] for mine in self.rows)
         shared = (SharedClips(each.rows[keep(each.rows)], each.weights) for each in self.shared)
         return BucketAssignment(self.shapes, rows, tuple(each for each in shared if len(each.rows)))
@@ -119,7 +125,7 @@ def sort_into_buckets(
     max_crop: float | None = None,
     has_shares: bool = False,
 ) -> tuple[BucketAssignment, Counter[str]]:
-    """Assign each clip to its best bucket (see `choose`); count by reason the clips that fit none.
+    """Assign each clip to its best bucket (see `choose`); count clips that fit none, by reason.
 
     With `has_shares`, clips also go to fitting buckets with a `share`; see `Bucket.share`.
     """
@@ -196,11 +202,11 @@ def choose(
     stills: bool = False,
     fps: float | None = None,
 ) -> NDArray[np.int16]:
-    """Return for each clip the index of the bucket that keeps most of it, or -1, in row order.
+    """Return for each clip the index of the bucket (clip shape) that keeps most of it, or -1.
 
     The nearest aspect ratio comes first (least cropped), then the most frames, then the nearest
     area. With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame.
-    With `fps` a video's frames are counted at that rate.
+    With `fps` a video's frames are counted at that rate. Results are in the order of `rows`.
     """
     chosen = [np.empty(0, np.int16)]
     for _, part, within in _chunks(catalog, rows):
@@ -210,7 +216,7 @@ def choose(
 
 
 def _chunks(catalog: Catalog, rows: Rows) -> Iterator[tuple[Rows, Catalog, Rows | slice]]:
-    """Yield parts of ascending rows with the slice of the catalog that holds each part.
+    """Split ascending catalog rows into parts; yield each with the slice of the catalog it is in.
 
     Each part is small, so that its columns are read from the mapped file without a copy of all.
     """
@@ -264,7 +270,7 @@ def frames_at(clip: Clip, numbers: range, fps: float) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class _Kinds:
-    """Distinct sizes and frame counts of clips, as arrays [K].
+    """Distinct sizes and frame counts (kinds) of clips, as arrays [K].
 
     Frame counts are rounded down to those that buckets distinguish.
     """
@@ -277,7 +283,7 @@ class _Kinds:
 def _kinds(
     catalog: Catalog, rows: Rows | slice, shapes: Sequence[Bucket], stride: int, fps: float | None
 ) -> tuple[_Kinds, NDArray[np.int32]]:
-    """Return the few distinct kinds among millions of clips, and the kind of each clip."""
+    """Return the few distinct sizes of clips among millions, and the index of each clip's."""
     spans = np.unique([1, 2, *(span(shape, stride) for shape in shapes)])  # 2: videos
     num_frames = frame_counts(catalog, fps)[rows]
     fits = np.zeros(len(num_frames), np.min_scalar_type(len(spans)))
@@ -297,14 +303,17 @@ def _kinds(
 def _fits(
     kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
 ) -> NDArray[np.bool_]:
-    """Return [K, S] whether a kind has enough frames; one frame of a video only with `stills`."""
+    """Return true [K, S] where clips of a size have enough frames for a bucket.
+
+    A bucket of one frame takes videos only with `stills`.
+    """
     frames, num_frames = kinds.frames[:, None], np.array([each.num_frames for each in shapes])
     fits: NDArray[np.bool_] = frames >= np.array([span(shape, stride) for shape in shapes])
     return fits if stills else fits & ((num_frames > 1) | (frames == 1))
 
 
 def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
-    """Return the share of the picture [K, S] that the crop to each bucket removes."""
+    """Return the share of the picture [K, S] that the crop of each size to a bucket removes."""
     across = np.array([shape.width for shape in shapes]) / kinds.widths[:, None]
     down = np.array([shape.height for shape in shapes]) / kinds.heights[:, None]
     cuts: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
@@ -314,7 +323,7 @@ def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
 def _best_bucket(
     kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
 ) -> NDArray[np.int16]:
-    """Return the best bucket [K] of each kind by the rules of `choose`."""
+    """Return the index of the best bucket [K] for each size of clips, by the rules of `choose`."""
     is_best = _fits(kinds, shapes, stride, stills=stills)
     aspects = np.log(kinds.widths / kinds.heights)[:, None]
     # Rounded to 2 digits, so that nearly equal aspect ratios leave the choice to the frames.
@@ -335,7 +344,7 @@ def span(shape: Bucket, stride: int) -> int:
 
 
 def _stored(taken: Sequence[Sequence[Rows]]) -> tuple[Rows, ...]:
-    """Join the pieces of each bucket to one array; large ones are mapped from a temporary file."""
+    """Join the catalog rows of each bucket to one array; large ones lie in a temporary file."""
     ends = np.cumsum([0, *(sum(map(len, chunks)) for chunks in taken)])
     empty = np.empty(0, np.uint32)
     buckets = (np.concatenate([empty, *chunks], dtype=np.uint32) for chunks in taken)
@@ -358,7 +367,7 @@ def sample_seed(run_seed: int, stage: str, source: str, epoch: int, clip: Clip) 
 
 
 def sample_window(clip: Clip, shape: Bucket, data: DataSection, seed: int) -> Window:
-    """Return the window of a sample: its first frame, its crop, and whether it is mirrored."""
+    """Return the window that a sample is trained on: first frame, crop, and mirrored or not."""
     # The seed has 63 random bits, so the bias of the remainder is negligible.
     begins = starts(clip, shape, data)
     start = begins[seed % len(begins)]
@@ -408,7 +417,7 @@ def window_of(
     is_flipped: bool = False,
     untagged: str = "bt709",
 ) -> Window:
-    """Return the window of some frames of a clip, ascending, which are scaled and then cut."""
+    """Return the window with these frames of a clip, which are scaled and then cut to a size."""
     # Players decide by the lines as stored, before the picture is turned.
     lines = clip.width if is_turned(clip.rotation) else clip.height
     return Window(
@@ -454,7 +463,7 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
 
 
 def num_starts(clip: Clip, shape: Bucket, stride: int, fps: float | None = None) -> int:
-    """Return the number of positions of a bucket's window in a clip."""
+    """Return the number of places in a clip where a bucket's window may begin."""
     return frame_count(clip, fps) - span(shape, stride) + 1
 
 

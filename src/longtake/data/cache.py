@@ -1,4 +1,4 @@
-"""Cached latents and prompt embeddings: the keys of entries, and reading batches of them.
+"""Cached latents and prompt embeddings: the keys of cache entries, and reading batches of them.
 
     CACHE/latents/…             packs (see `longtake.data.packs`) of windows of clips
     CACHE/conditioning/…        packs of further inputs: latents, plain values, or what a family
@@ -11,7 +11,7 @@
     CACHE/longtake_cache.json   marks the folder as longtake's
 
 A key is a hash of the content, the window and the encoder's fingerprint, so several recipes and
-processes can share a folder.
+processes can share a folder. Further inputs are those of `data.conditioning`.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ _THREADS = 4  # threads that read entries for batches
 
 @dataclass(frozen=True)
 class CacheFailure:
-    """Reason why a window is not in the cache: it or a further input of it cannot be decoded."""
+    """Reason why a clip's window is not in the cache: it, or an input of it, cannot be decoded."""
 
     identity: str
     path: str
@@ -59,7 +59,7 @@ class CacheFailure:
 
 @dataclass(frozen=True)
 class SamplePart:
-    """One cache entry of a sample: the inputs it is made of, and how it is made.
+    """The content of one cache entry of a training sample: the inputs to encode, and how.
 
     Values of `made`: `latents` (the codec's output), `values` (the input as it was read), `inputs`
     (what the family computes from several inputs, `Family.encode_inputs`), `prompt` (embeddings of
@@ -74,7 +74,7 @@ class SamplePart:
 
 @dataclass(frozen=True)
 class Cache:
-    """Keys and packs of a recipe's encoded clips, further inputs and captions; can be pickled."""
+    """A recipe's cache of encoded clips, conditioning inputs and captions; can be pickled."""
 
     folder: Path  # need not exist
     codec: str  # fingerprint of the encoder of clips and further inputs
@@ -100,7 +100,7 @@ class Cache:
 
     @cached_property
     def packs(self) -> PackIndex:
-        """Index of the packs, opened at the first use."""
+        """Index of the cache's pack files, opened at the first use."""
         return PackIndex(self.folder, verify=self.data.cache_checksums)
 
     def stored(self, latents: Tensor) -> Tensor:
@@ -110,16 +110,16 @@ class Cache:
 
     @cached_property
     def hashes(self) -> "ContentHashes":
-        """Content hashes of the files of further inputs."""
+        """Content hashes of the files of `data.conditioning` inputs."""
         return ContentHashes(self.folder / "hashes")
 
     def parts(self, clip: Clip, window: Window, captions: Iterable[str] = ()) -> list[SamplePart]:
-        """Return all cache entries of a sample, except captions that are encoded without pictures.
+        """Return the cache entries of a sample, without captions that are encoded alone.
 
         Args:
-            clip: the clip of the sample.
-            window: the window of the clip.
-            captions: the texts to encode with the pictures; if empty, the clip's caption and the
+            clip: clip of the sample.
+            window: window of the clip.
+            captions: texts to encode together with pictures; if empty, the clip's caption and the
                 empty caption.
         """
         inputs = conditioning_of(clip, window, self.data.conditioning)
@@ -140,7 +140,7 @@ class Cache:
         return parts
 
     def entry(self, part: SamplePart) -> CacheEntry:
-        """Return the cache entry that holds a part of a sample.
+        """Return the key under which the cache holds a part (latents, prompt ...) of a sample.
 
         Raises:
             ClipError: an input's file cannot be read.
@@ -157,12 +157,12 @@ class Cache:
         return self._entry("conditioning", self.inputs, (*facts, *each), what)
 
     def latents(self, window: Window) -> CacheEntry:
-        """Return the cache entry of a window's latents."""
+        """Return the key under which the cache holds the latents of a clip's window."""
         what = f"the latents of {window.media} from frame {window.start}"
         return self._entry("latents", self.codec, self._facts(window), what)
 
     def conditioning(self, name: str, wanted: Wanted) -> CacheEntry:
-        """Return the entry of a further input: `latents` if the codec encodes it, else `values`.
+        """Return the key of a `data.conditioning` input: its latents if encoded, else its values.
 
         Raises:
             ClipError: the input's file cannot be read.
@@ -173,7 +173,7 @@ class Cache:
         return self._entry("conditioning", codec, self._facts(wanted), f"{name} {wanted.media}")
 
     def _facts(self, wanted: Wanted) -> tuple[object, ...]:
-        """Return everything that decides the values that are read, as a part of the entry's key."""
+        """Return all that decides the pixels or numbers of an input, for its entry's cache key."""
         if isinstance(wanted, Window):
             facts: list[object] = [wanted.identity, wanted.kind, wanted.stream_index]
             facts += [wanted.rotation, wanted.start, wanted.num_frames, wanted.stride]
@@ -198,7 +198,7 @@ class Cache:
         return (*facts, *([wanted.frames] if wanted.frames else []))
 
     def prompt(self, caption: str) -> CacheEntry:
-        """Return the cache entry of a caption that is encoded without pictures."""
+        """Return the key under which the cache holds a caption encoded without pictures."""
         return self._entry("prompts", self.text, (caption,), f"the embeddings of {caption!r}")
 
     def _entry(self, kind: str, encoder: str, facts: tuple[object, ...], what: str) -> CacheEntry:
@@ -219,7 +219,7 @@ class _Content:
 
 
 class CachedSource:
-    """Sample source that reads from a cache, with several threads.
+    """Reads training samples from a cache of latents and embeddings, with several threads.
 
     `failures` holds the reasons why windows are not in the cache, by the key of their latents.
     """
@@ -272,7 +272,7 @@ class CachedSource:
 
 
 class CachedBuffer:
-    """Samples of one batch that are read in the background."""
+    """The samples of one batch, which threads read from the latent cache."""
 
     def __init__(self, source: CachedSource, shape: Bucket, num_places: int) -> None:
         self.source = source
@@ -281,15 +281,15 @@ class CachedBuffer:
         self._filled: list[_Content | None] = [None] * num_places
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        """Start to read the entries of a sample for a place of the batch."""
+        """Start to read a sample's cache entries for a place (index) in the batch."""
         self._pending[place] = self.source.threads.submit(self.source.content, clip, window)
 
     def wait(self, place: int) -> None:
-        """Wait for the sample of a place; raise ClipError if it cannot be read."""
+        """Wait until the sample of a place is read; raise ClipError if it cannot be."""
         self._filled[place] = self._pending.pop(place).result()
 
     def copy(self, source: int, place: int) -> None:
-        """Fill a place with the sample of another place."""
+        """Fill a place of the batch with a copy of the sample of another place."""
         self._filled[place] = self._filled[source]
 
     def fields(self) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class ContentHashes:
 
     @cached_property
     def _known(self) -> dict[str, tuple[tuple[int, int], str]]:
-        """Size, time and hash by path, as all processes have recorded them."""
+        """Size, time and content hash of files by path, from the records of all processes."""
         known = {}
         for file in sorted(self._folder.glob("*.jsonl")):
             with suppress(RecordError):

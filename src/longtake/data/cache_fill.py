@@ -1,4 +1,4 @@
-"""Fills a cache with the entries that a plan needs: finds the missing ones and computes them.
+"""Fills a latent cache with the entries that a data plan needs: finds missing ones, computes them.
 
 Encoders are passed in as functions. A clip that cannot be decoded is recorded; training then treats
 it as if decoding had failed there.
@@ -38,9 +38,10 @@ from longtake.formatting import format_duration
 from longtake.heartbeat import HeartbeatDir
 
 EncodePart = Callable[[SamplePart, Mapping[str, NDArray[np.uint8]]], dict[str, Tensor]]
-"""Encodes one part: takes its inputs by name, each [3, F, H, W], returns its entry's tensors."""
+"""A function that encodes one part of a sample: it takes the inputs by name, each [3, F, H, W], and
+returns the tensors of the part's cache entry."""
 EncodeCaptions = Callable[[Sequence[str]], Sequence[dict[str, Tensor]]]
-"""Encodes captions: returns the tensors of each, without a batch dimension."""
+"""A function that encodes captions: it returns the tensors of each, without a batch dimension."""
 Progress = Callable[[int, int], object]  # called with (done, total)
 
 _THREADS = 16
@@ -55,18 +56,18 @@ _SILENCE_SECONDS = 3600.0  # reading weights and encoding a long clip report no 
 
 
 class CacheItem(NamedTuple):
-    """A clip and a shape in which it is trained."""
+    """A clip and a shape in which it is trained, so that its cache entries can be listed."""
 
     clip: Clip
     shape: Bucket
     sources: tuple[str, ...] = ()  # names of the recipe's sources that contain the clip
 
     def item(self) -> "CacheItem":
-        """Return this clip and shape; `_Row` has the same method, which reads the clip first."""
+        """Return itself; `_Row` has a method of this name that reads the clip first."""
         return self
 
     def parts(self, cache: Cache, window: Window) -> list[SamplePart]:
-        """Return the parts of all samples that can use a window of this clip."""
+        """Return the cache entries of all samples that can use a window of this clip."""
         captions = [cache.no_caption]
         for source in self.sources:
             captions += caption_variants([self.clip.caption], source, cache.data)
@@ -75,7 +76,7 @@ class CacheItem(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A `CacheItem` by its catalog row, before the clip is read."""
+    """A `CacheItem` (clip and shape) as a row of a catalog, before the clip is read."""
 
     catalog: Catalog
     shape: Bucket
@@ -88,7 +89,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class Missing:
-    """Clips and captions of a plan whose entries a cache lacks, and counts of the others."""
+    """Clips and captions of a data plan that a cache lacks, and counts of existing entries."""
 
     clips: list[_Row]  # clips of which a window or a further input is missing
     captions: list[str]
@@ -117,7 +118,7 @@ class CacheReport:
         self.refused |= other.refused
 
     def refuse_too_many(self, allowed: int) -> None:
-        """Raise DataError if more clips failed than are allowed."""
+        """Raise DataError if more clips than are allowed could not be encoded for the cache."""
         clips = {failure.identity: failure for failure in self.failures.values()}
         if len(clips) > allowed:
             reasons = [f"{each.path}: {each.reason}" for each in clips.values()]
@@ -158,7 +159,7 @@ def find_missing(
     known_inputs: Mapping[str, Indexed] = MappingProxyType({}),
     progress: Progress | None = None,
 ) -> Missing:
-    """Look up all entries that a plan needs, and return the missing ones.
+    """Look up all cache entries that a data plan needs; return the clips and captions missing.
 
     Args:
         cache: the cache to look in.
@@ -206,7 +207,7 @@ def fill_prompts(
     report: CacheReport,
     progress: Progress | None = None,
 ) -> None:
-    """Encode captions and add them to a cache.
+    """Encode captions with the text encoder, and add the embeddings to a cache.
 
     Raises:
         DataError: the cache cannot be written, or an embedding is not finite.
@@ -279,7 +280,7 @@ def fill_latents(
 
 @dataclass(frozen=True)
 class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
-    """Task that adds the missing entries of some clips, or of some captions, to a cache."""
+    """Task of a worker process: adds entries of some clips, or of some captions, to a cache."""
 
     cache: Cache
     load: Callable[[], EncodePart] | Callable[[], EncodeCaptions]  # loads the encoder
@@ -304,7 +305,7 @@ class EncodeTask(Task[Sequence[CacheItem | str], CacheReport]):
         return report
 
     def lost(self, item: Sequence[CacheItem | str], reason: str) -> CacheReport:
-        """Raise DataError, because the cache would be incomplete."""
+        """Raise DataError, because a lost worker leaves the cache incomplete."""
         first = repr(item[0]) if isinstance(item[0], str) else item[0].clip.path
         raise DataError(
             f"{reason}. It was at {len(item)} of them, the first {first}. The same command again "
@@ -333,7 +334,7 @@ def run_encode_task(
     sizes, done, known, before = list[int](), 0, 0, report.num_bytes
 
     def shares() -> Iterator[list[CacheItem | str]]:
-        """Yield shares of the missing items: a pack each, or less, so all workers get some."""
+        """Yield the missing clips or captions in shares for workers: one pack's worth, or less."""
         start = 0
         while start < len(missing):
             # The measured bytes of finished clips size the next shares.
@@ -355,14 +356,14 @@ def run_encode_task(
 
 
 class _Reading(NamedTuple):
-    """A part of a sample that the cache lacks, while its inputs are decoded."""
+    """A sample's part (latents, prompt ...) that the cache lacks, while its inputs are decoded."""
 
     part: SamplePart
     contents: dict[str, Future[NDArray[np.uint8]]]  # by the names of its inputs
 
 
 def _rows(plan: Plan) -> Iterator[_Row]:
-    """Yield every clip of a plan once for each shape in which it is trained."""
+    """Yield every clip of a data plan once for each shape in which it is trained."""
     # Collected by catalog and shape: stages and streams often train the same clips.
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
     catalogs, sources = {}, dict[int, dict[str, None]]()
@@ -391,7 +392,7 @@ def _captions(plan: Plan, cache: Cache) -> list[str]:
 
 
 def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Counter[str], bool]:
-    """Count the existing entries of a clip by kind, and return whether any is missing."""
+    """Count a clip's existing cache entries by kind; return also whether any is missing."""
     present, is_missing = Counter[str](), False
     if item.clip.identity in without:
         return present, False
@@ -406,7 +407,7 @@ def _look(cache: Cache, item: CacheItem, without: Container[str]) -> tuple[Count
 def _changes(
     cache: Cache, item: CacheItem, without: Container[str], known_inputs: Mapping[str, Indexed]
 ) -> dict[str, CacheFailure]:
-    """Return failures for all windows of a clip if its file or one of its inputs has changed."""
+    """Return a failure for each window of a clip whose file, or an input's file, has changed."""
     clip, data = item.clip, cache.data
     if clip.identity in without:
         return {}
@@ -474,7 +475,7 @@ def _finish(
 
 
 def _not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Name the tensors with values that are not finite."""
+    """Return the names of encoded tensors that contain NaN or inf."""
     return [name for name, each in tensors.items() if not bool(each.isfinite().all())]
 
 

@@ -61,7 +61,7 @@ def is_sidecar(captions: Path) -> bool:
 def _match(
     table: Path, lines: Sequence[_CaptionLine], folders: Sequence[Path], videos: Iterable[Path]
 ) -> tuple[dict[Path, str], list[str]]:
-    """Match each line to a video by path, or else by a unique file name."""
+    """Match each caption of a file of JSON lines to a video: by path, or by a unique file name."""
     # Names in the file may be relative to it, or to any of the searched folders.
     roots = [table.parent.resolve(), *folders]
     # Videos are looked at once and only matches are kept: there may be millions.

@@ -31,13 +31,13 @@ FINGERPRINT_KEY = b"longtake.fingerprint"
 ATTRIBUTE = "attributes."
 CONDITIONING = "conditioning."  # prefix of columns with paths, or with lists of numbers
 CAPTIONED = "captioned"
-"""Attribute that is 1 if a model wrote the caption, else 0.
+"""Name of an attribute of clips that is 1 if a model wrote the caption, else 0.
 
-`index` keeps such captions if its sources have none.
-"""
+`index` keeps such captions if its sources have none."""
 OTHER_CAPTION = "other_caption"  # attribute: number of a further clip with the same content
 TRUSTED = "trusted_metadata"
-"""Attribute that is 1 if `data index --trust-metadata` did not decode the clip's frames, else 0."""
+"""Name of an attribute of clips that is 1 if `data index --trust-metadata` did not decode the
+clip's frames, else 0."""
 MATRIX = "color_matrix"
 CLIP_SCHEMA = pa.schema(
     [
@@ -135,7 +135,7 @@ def read(path: Path) -> pa.Table:
 
 
 def disk_schema(found: pa.Schema) -> pa.Schema:
-    """Return the schema of a catalog in memory, for the schema found in its file.
+    """Return the schema that a catalog has in memory, for the schema found in its file.
 
     Raises:
         LookupError: a column is missing.
@@ -157,7 +157,7 @@ def disk_schema(found: pa.Schema) -> pa.Schema:
 
 
 def with_whole_paths(rows: pa.Table, schema: pa.Schema, folder: str) -> pa.Table:
-    """Cast rows of a catalog file to the schema in memory, and make their paths absolute."""
+    """Convert rows of a catalog's file to their form in memory; make their paths absolute."""
     if MATRIX not in rows.column_names:
         rows = rows.append_column(MATRIX, pa.nulls(len(rows), pa.string()))
     table = rows.select(schema.names).cast(schema)
@@ -223,7 +223,7 @@ def check_values(table: pa.Table) -> None:
 
 
 def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
-    """Raise ValueError with a column's value in the first row that a mask marks as wrong."""
+    """Raise ValueError with a catalog column's first value that a mask marks as wrong, if any."""
     row = pc.index(is_wrong, True).as_py()
     if row >= 0:
         value = table[name][row].as_py()
@@ -231,7 +231,7 @@ def _refuse(table: pa.Table, name: str, is_wrong: Any) -> None:
 
 
 def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None) -> NDArray[Any]:
-    """Return for each row [N] whether its list of integers is out of order or reaches its limit."""
+    """Return true [N] for catalog rows whose list of integers is out of order or over a limit."""
     column = one_array(table[name])
     rows = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
     flat = pc.list_flatten(column)
@@ -247,7 +247,7 @@ def _is_disordered(table: pa.Table, name: str, limits: NDArray[np.int64] | None)
 
 
 def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
-    """Return a schema with a float64 column added for each attribute."""
+    """Return a catalog's schema with a float64 column added for each attribute."""
     for name in names:
         schema = schema.append(pa.field(ATTRIBUTE + name, pa.float64()))
     return schema
@@ -293,7 +293,7 @@ def one_array(column: pa.ChunkedArray) -> pa.Array:
 
 
 def is_ascending(identities: pa.Array) -> bool:
-    """Return whether identities ascend strictly, compared as big-endian halves of 64 bits."""
+    """Return true if the identities of clips ascend strictly, as big-endian halves of 64 bits."""
     if identities.null_count:
         return False
     halves = np.frombuffer(_identity_bytes(identities), ">u8").reshape(-1, 2)
@@ -355,7 +355,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Duplicate:
-    """A file that was left out because its content is that of a clip, named by `identity`."""
+    """A file that was left out of a catalog because it has the content of the clip `identity`."""
 
     path: str
     identity: str
@@ -363,7 +363,7 @@ class Duplicate:
 
 @dataclass(frozen=True)
 class Stamp:
-    """Size and modification time of a file; while both are the same, it is not read again."""
+    """Size and modification time of a file, by which `data index` tells whether it has changed."""
 
     num_bytes: int
     mtime_ns: int
@@ -371,7 +371,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Clips sorted by identity, without duplicates, and the files that were left out."""
+    """The clips of a data set, sorted by identity, and the files that were left out."""
 
     # One row for each clip: the fields of `Clip` as columns, with `media` and `timing` flattened,
     # and each attribute as a column `attributes.<name>`.
@@ -404,7 +404,7 @@ class Catalog:
                 yield clip_of(row, self.attribute_names)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return a column of the clips [N]: a field, or an attribute as float64, NaN where unknown.
+        """Return a column of all clips [N]: a field, or an attribute as float64, NaN where unknown.
 
         Raises:
             DataError: the catalog has no such column.
@@ -434,12 +434,12 @@ class Catalog:
 
     @cached_property
     def conditioning_names(self) -> tuple[str, ...]:
-        """Names of the columns of further inputs, for `data.conditioning`."""
+        """Names of the columns of further inputs (paths or numbers), for `data.conditioning`."""
         names = (name for name in self.table.column_names if name.startswith(CONDITIONING))
         return tuple(name.removeprefix(CONDITIONING) for name in names)
 
     def with_attribute(self, name: str, values: NDArray[np.float64]) -> "Catalog":
-        """Return a catalog with a score added or replaced, one for each clip; NaN if unknown."""
+        """Return this catalog with a score of each clip added or replaced; NaN where unknown."""
         assert values.shape == (len(self),)
         column = pa.array(values, pa.float64(), from_pandas=True)  # NaN becomes null
         names = sorted({*self.attribute_names, name})
@@ -456,7 +456,7 @@ class Catalog:
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
-        """Return this catalog with the paths that another catalog has for the same clips."""
+        """Return this catalog with the paths at which another catalog has the same clips."""
         # Clips that the other catalog lacks keep their own paths.
         where = pc.index_in(self.identities, value_set=other.identities)
         # Row 0 stands in for clips that the other catalog lacks, and `if_else` does not use it.
@@ -472,7 +472,7 @@ class Catalog:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of identities, captions, and what decides buckets and windows; 32 hex digits.
+        """Hash (32 hex digits) of clips' identities, captions, and what decides their windows.
 
         Paths and attributes are not part of it, so a moved folder keeps its fingerprint.
         """
@@ -509,7 +509,7 @@ class Catalog:
 
 
 def write(path: Path, schema: pa.Schema, tables: Iterable[pa.Table], fingerprint: str) -> None:
-    """Write the rows of clips and then those set aside, in groups of rows.
+    """Write a catalog's file: the rows of clips, then those of files that were left out.
 
     Raises:
         DataError: the file cannot be written.
@@ -555,7 +555,7 @@ def cannot_write(path: Path, error: OSError) -> DataError:
 
 
 class StoredCatalog:
-    """A catalog that is read one group of rows at a time, so that it need not fit into memory."""
+    """A catalog whose clips are read in groups of rows, so that it need not fit into memory."""
 
     def __init__(self, path: Path) -> None:
         """Read the file of a catalog once and verify all of it.
@@ -583,14 +583,17 @@ class StoredCatalog:
             _check_fingerprint(stored, found)
 
     def clips(self) -> Iterator[Catalog]:
-        """Yield the clips in groups, each group as a catalog."""
+        """Yield the clips group by group, each group of rows as a catalog."""
         nothing = ASIDE_SCHEMA.empty_table()
         for table in self._groups():
             if num_clips := table["reason"].null_count:
                 yield Catalog(table.slice(0, num_clips).drop_columns(["reason"]), nothing)
 
     def set_aside(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of rejected files and further copies, with the names of `ASIDE_SCHEMA`."""
+        """Yield the catalog's files that were left out: rejected ones, and further copies of clips.
+
+        Each is a row with the columns of `ASIDE_SCHEMA`.
+        """
         for table in self._groups():
             yield from (
                 table.slice(table["reason"].null_count).select(ASIDE_SCHEMA.names).to_pylist()
@@ -637,7 +640,7 @@ def _check_fingerprint(stored: str | None, found: str) -> None:
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Turn the errors of reading a damaged catalog into DataError."""
+    """Turn errors in the context, which reads a damaged catalog, into DataError."""
     try:
         yield
     except (OSError, LookupError, ValueError, TypeError, pa.ArrowException) as error:
@@ -645,7 +648,7 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def check_version(path: Path) -> None:
-    """Raise DataError unless a file is a catalog of this version."""
+    """Raise DataError unless a file is a catalog in the format of this version of longtake."""
     try:
         open_regular(path).close()
     except OSError as error:

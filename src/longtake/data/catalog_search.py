@@ -13,7 +13,7 @@ _ROWS_AT_A_TIME = 4096
 
 
 def find_clips(path: Path, identities: Collection[bytes], most_groups: int) -> list[Clip]:
-    """Return the clips with given identities, or with given beginnings of identities.
+    """Return a catalog's clips with these identities, or with identities that begin so.
 
     At most `most_groups` groups of rows are read. The fingerprint is not verified, because that
     needs all clips.

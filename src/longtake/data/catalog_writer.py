@@ -38,7 +38,7 @@ _Row = tuple[Any, ...]
 
 @dataclass
 class Written:
-    """Numbers of clips in a catalog that was written, by kind."""
+    """Numbers of accepted, duplicate and other clips in a catalog that was just written."""
 
     accepted: int = 0
     without_caption: int = 0  # number of accepted clips whose caption is empty
@@ -50,9 +50,10 @@ class Written:
 
 
 class CatalogWriter:
-    """Takes clips and rejected files in any order, and keeps one of several equal clips.
+    """Writes a catalog of clips and rejected files, added in any order, without equal clips.
 
-    The kept clip is the first by path that has a caption, or the first by path if none has.
+    Of clips with the same content, the first by path that has a caption is kept, or the first by
+    path if none has.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class CatalogWriter:
         self.num_clips = self.num_rejected = 0
 
     def add(self, clip: Clip, stamp: catalog.Stamp | None) -> None:
-        """Add a clip, with the stamp of its file."""
+        """Add a clip to the catalog, with size and modification time of its file."""
         # A copy with another caption gets an identity of its own: a probe has that of the content.
         if number := int(clip.attributes.get(catalog.OTHER_CAPTION, 0)):
             clip = replace(clip, identity=copy_identity(clip.identity, number))
@@ -70,12 +71,12 @@ class CatalogWriter:
         self._insert("clips", _row_of(clip, stamp))
 
     def reject(self, each: catalog.Rejection, stamp: catalog.Stamp | None = None) -> None:
-        """Add a rejected file; with its stamp, it is not read again until it changes."""
+        """Add a rejected file; with its stamp, it is not indexed again until it changes."""
         self.num_rejected += 1
         self._insert("aside", (None, 0, each.path, *_stamp(stamp), each.reason))
 
     def keep_other_captions(self) -> None:
-        """Keep duplicates as separate clips, one for each different caption."""
+        """Keep clips of equal content as separate clips, one for each different caption."""
         rows = self._database.execute(
             f"SELECT rowid, identity, caption, attribute_values FROM clips ORDER BY {_ORDER}"  # noqa: S608
         )
@@ -96,7 +97,7 @@ class CatalogWriter:
         )
 
     def rejected(self, most: int) -> list[catalog.Rejection]:
-        """Return the first rejected files, by path."""
+        """Return the first `most` rejected files, by path, with their reasons."""
         rows = self._database.execute(
             "SELECT path, reason FROM aside WHERE identity IS NULL ORDER BY path, rowid LIMIT ?",
             (most,),
@@ -164,7 +165,7 @@ class CatalogWriter:
         return written
 
     def _kept(self, written: Written) -> Iterator[_Row]:
-        """Yield the clips by identity; further clips of the same identity are set aside."""
+        """Yield the clips to keep by identity; further clips of the same content are left out."""
         rows = self._database.execute(f"SELECT * FROM clips ORDER BY {_ORDER}")  # noqa: S608
         bytes_at, mtime_at = map(_COLUMNS.index, ("file_bytes", "file_mtime_ns"))
         last: _Row = (b"",)
@@ -201,7 +202,7 @@ class CatalogWriter:
 
 
 class _Spilled:
-    """Clips in an Arrow file, read one batch at a time."""
+    """Sorted clips in a temporary Arrow file, read one batch at a time."""
 
     def __init__(self, path: Path, schema: pa.Schema) -> None:
         self._path, self.schema = path, schema
@@ -303,7 +304,10 @@ def _lists_of(column: Sequence[bytes | None], kind: pa.ListType) -> pa.Array:
 def _with_scores(
     clips: Iterable[_Row], before: catalog.StoredCatalog, label: str, written: Written
 ) -> Iterator[_Row]:
-    """Yield clips with the scores and origin that an older catalog has; count dropped scores."""
+    """Yield clips with the scores and origin that an older catalog has for them.
+
+    Scores that are dropped, because the caption has changed, are counted.
+    """
     # These attributes are set by each index itself.
     no_scores = catalog.TRUSTED, catalog.OTHER_CAPTION
     names = {

@@ -1,4 +1,4 @@
-"""Checks of a plan's data before training: at a start, after a change, and by `longtake plan`.
+"""Checks the data of a plan before training: when a run starts, when data changed, or by `plan`.
 
 They compare each stage with the stages before it (drift), and look for small buckets, large crops,
 missing files, missing columns and files of further inputs that do not fit. Data that would spoil
@@ -45,7 +45,7 @@ def check_data(
     num_steps: int,
     trained: StagePlan | None = None,
 ) -> list[str]:
-    """Run all checks on a plan's data before step 1, for `train` and `longtake plan`.
+    """Run all checks on a data plan before training begins, for `train` and `longtake plan`.
 
     Returns:
         Warnings.
@@ -62,7 +62,7 @@ def check_data(
 
 
 def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]:
-    """Return the plan of a new run, warnings, and the reason if training would refuse its data.
+    """Return a new run's data plan, warnings, and the reason if training would refuse its data.
 
     Before all catalogs are indexed, the result is (None, [], None).
     """
@@ -81,7 +81,7 @@ def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]
 def review(
     plan: Plan, data: DataSection, num_steps: int | None, trained: StagePlan | None = None
 ) -> list[str]:
-    """Return warnings about a plan's stages and buckets.
+    """Return warnings about the stages and buckets (clip shapes) of a data plan.
 
     Args:
         plan: the plan of the steps to come.
@@ -200,7 +200,7 @@ def large_crops(plan: Plan) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Drift:
-    """Change of an attribute's mean from one stage to the next."""
+    """Change of a clip attribute's mean (such as motion) from one training stage to the next."""
 
     stage: str
     attribute: str
@@ -219,7 +219,7 @@ class Drift:
 
 
 def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
-    """Return the change of each attribute's mean from each stage to the next."""
+    """Return the change of each clip attribute's mean from each training stage to the next."""
     found = []
     for before, after in pairwise(stages):
         streams = [*before.streams, *after.streams]
@@ -239,7 +239,7 @@ def drifts(stages: Sequence[StagePlan]) -> list[Drift]:
 
 
 def _moments(stage: StagePlan, attribute: str) -> tuple[float, float] | None:
-    """Return mean and variance of an attribute over a stage's batches, or None if it is unknown."""
+    """Return mean and variance of a clip attribute over a stage's batches; None if unknown."""
     means, squares, weights = [], [], []
     for stream, weight in zip(stage.streams, stage.weights, strict=True):
         part = stream.parts[-1]
@@ -259,7 +259,7 @@ def _moments(stage: StagePlan, attribute: str) -> tuple[float, float] | None:
 
 @dataclass(frozen=True)
 class TailDrift:
-    """Clips of a stage that are far harder than all clips of earlier stages."""
+    """Clips of a stage whose score (such as motion) is far above that of all earlier clips."""
 
     stage: str
     attribute: str
@@ -278,10 +278,11 @@ class TailDrift:
 
 
 def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
-    """Find scores whose upper tail is more than `limit` standard deviations beyond earlier stages.
+    """Find scores of which a stage has far higher values than all earlier stages.
 
-    Only clips that no earlier stage has are compared. Scores are the catalogs' attributes; numbers
-    such as the width are left out, as buckets make them equal.
+    The upper tail must be more than `limit` standard deviations beyond. Only clips that no earlier
+    stage has are compared. Scores are the catalogs' attributes; numbers such as the width are left
+    out, as buckets make them equal.
     """
     found = []
     seen: dict[int, tuple[Catalog, NDArray[np.bool_]]] = {}
@@ -314,7 +315,7 @@ def tail_drifts(stages: Sequence[StagePlan], limit: float) -> list[TailDrift]:
 
 
 def refuse_wrong_catalogs(catalogs: Mapping[str, Catalog], data: DataSection) -> None:
-    """Refuse catalogs whose captions or further inputs do not fit a recipe.
+    """Refuse catalogs whose captions or conditioning inputs do not fit a recipe.
 
     Raises:
         DataError: `[trigger]` would be trained literally, or `refuse_without_conditioning` refuses.
@@ -327,7 +328,7 @@ def refuse_wrong_catalogs(catalogs: Mapping[str, Catalog], data: DataSection) ->
 def refuse_without_conditioning(
     catalog: Catalog, sections: Mapping[str, ConditioningSection], called: str = "catalog"
 ) -> None:
-    """Refuse missing columns of further inputs, and files beside clips that lie in tars.
+    """Refuse a catalog that lacks columns or files which `data.conditioning` names.
 
     Raises:
         DataError: the message names the column or files, and what to do.
@@ -420,7 +421,7 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
 
 
 def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
-    """Check that the further inputs of all planned clips exist; read some files of numbers.
+    """Check that `data.conditioning` files of all planned clips exist; read some files of numbers.
 
     Folders are listed once, which takes seconds for millions of clips. Stores are asked for at most
     20,000 files, chosen at random.
@@ -488,13 +489,13 @@ def _some_of(files: list[tuple[str, str]], most: int = _MAX_FILES) -> list[tuple
 
 
 def files_of_inputs(plan: Plan, data: DataSection) -> list[str]:
-    """Return the paths of all further inputs of the clips that a plan trains."""
+    """Return the paths of all `data.conditioning` files of the clips that a plan trains."""
     sections = [each for each in data.conditioning.values() if not each.is_of_clip]
     return [path for each in sections for path, _ in _planned_files(plan, each)]
 
 
 def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, str]]:
-    """Return pairs (path of the further input, path of the clip) of a plan's clips, each once."""
+    """Return pairs (path of a `data.conditioning` file, path of its clip) of a plan, each once."""
     found: dict[tuple[str, str], None] = {}
     column = f"{CONDITIONING}{section.column}"
     for part in (part for stream in plan.streams() for part in stream.parts):
@@ -521,7 +522,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 
 def _refuse_wrong_numbers(name: str, section: ConditioningSection, plan: Plan) -> None:
-    """Read all numbers of some clips, chosen at random, and refuse if any cannot be used."""
+    """Read all numbers (`data.conditioning`) of some random clips; refuse if any is invalid."""
     places = list[tuple[Catalog, int]]()
     for part in (part for stream in plan.streams() for part in stream.parts):
         rows = part.members.all_rows()

@@ -1,4 +1,7 @@
-"""Records of clips in a catalog and of items that a source names; imports nothing heavy."""
+"""Records of clips in a catalog, and of the videos and images that a source names.
+
+Nothing heavy is imported.
+"""
 
 from bisect import bisect_right
 from collections.abc import Mapping
@@ -7,10 +10,11 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 MIRRORED = 360
-"""Flag added to a rotation in degrees: the turned picture is then mirrored, left to right."""
+"""Flag that is added to a clip's rotation in degrees: the turned picture is then mirrored, left to
+right."""
 Kind = Literal["video", "image"]
 Given = str | tuple[float, ...]
-"""Further input of a clip as a table gives it: the absolute path of a file, or numbers."""
+"""Conditioning input of a clip as a table has it: the absolute path of a file, or numbers."""
 
 
 def is_turned(rotation: int) -> bool:
@@ -20,7 +24,7 @@ def is_turned(rotation: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """Facts of a clip's content when it was indexed: see `longtake.data.content`."""
+    """Facts of a clip's content when it was indexed, which `longtake.data.content` compares."""
 
     identity: str  # empty if the content is not known
     num_frames: int
@@ -32,7 +36,10 @@ class Indexed:
 
 @dataclass(frozen=True, slots=True)
 class Media:
-    """Place of a clip's bytes: a file or a member of an uncompressed tar, on disk or in a store."""
+    """Location of a clip's bytes: a file or a member of a tar, on disk or in an object store.
+
+    Tars are not compressed.
+    """
 
     path: str  # absolute path of the file or tar, or the URL of an object
     member: str = ""  # name inside the tar; empty for a file of its own
@@ -52,11 +59,11 @@ class Media:
 
     @property
     def whole(self) -> "Media":
-        """The whole file, if this is a span of it."""
+        """The whole file, if these media are a span (start and end in seconds) of it."""
         return self if self.span is None else replace(self, span=None, indexed=None)
 
     def cut(self, span: tuple[float, float | None] | None) -> "Media":
-        """Return a span of this file, or the file itself if `span` is None."""
+        """Return a span of this file (start and end in seconds), or the file itself without one."""
         return self if span is None else replace(self, span=span)
 
     @property
@@ -65,7 +72,7 @@ class Media:
 
     @property
     def file(self) -> Path:
-        """Path to open; objects are fetched first, see `stores.local`."""
+        """Path to open; an object of a store is fetched to a file first (`stores.local`)."""
         return Path(self.local or self.path)
 
 
@@ -78,7 +85,7 @@ class Timing:
     listed: tuple[int, ...] = ()  # all timestamps if the step varies; strictly ascending
 
     def of(self, frame: int) -> int:
-        """Return the timestamp of a frame."""
+        """Return the timestamp of a frame by its number, in ticks."""
         return self.listed[frame] if self.listed else self.first + frame * self.step
 
 
@@ -143,7 +150,7 @@ MEDIA_SUFFIXES = (*VIDEO_SUFFIXES, *IMAGE_SUFFIXES)
 
 @dataclass(frozen=True)
 class Item:
-    """One video or image that a source names."""
+    """One video or image that a source (folder, list, table or tar) of `data index` names."""
 
     media: Media
     caption: str | None = None  # None if its source has none

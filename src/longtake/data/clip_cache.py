@@ -29,7 +29,7 @@ class ClipCache:
         self.folder, self.max_bytes = folder, max_bytes
 
     def open(self, media: Media, num_bytes: int, write: Callable[[int], None]) -> tuple[int, int]:
-        """Return the clip's file as (descriptor, size); `write` fills it if it is missing."""
+        """Return a cached clip's file as (descriptor, size); `write` fills it if it is missing."""
         facts = (media.path, media.member, media.offset, num_bytes, media.stamp)
         name = f"{hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()}.clip"
         with suppress(FileNotFoundError):
@@ -53,7 +53,7 @@ class ClipCache:
         return descriptor, num_bytes
 
     def _admit(self, part: Path, name: str, num_bytes: int) -> None:
-        """Make room for a file and give it its name, while holding the lock on `total`."""
+        """Make room for a new clip in the cache and name its file; holds the lock on `total`."""
         with open(self.folder / "total", "a+", opener=fsio.no_follow) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             file.seek(0)
@@ -70,7 +70,7 @@ class ClipCache:
             part.replace(self.folder / name)
 
     def _delete_oldest(self, num_bytes: int) -> int:
-        """Delete clips until a new one has room, and return the bytes that are left."""
+        """Delete the oldest clips until a new one has room; return the bytes of those that stay."""
         found = []
         with os.scandir(self.folder) as entries:
             for entry in entries:

@@ -1,4 +1,4 @@
-"""Reads the further inputs of a clip (`data.conditioning`) for one of its windows.
+"""Reads the conditioning inputs of a clip (`data.conditioning`) for one of its windows.
 
 Videos and masks have one frame for each frame of the clip, counted from the first. The frames of
 the window are read, and scaled, cut and mirrored like the window. Decoding has the same limits and
@@ -55,7 +55,7 @@ _LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536; gr
 
 @dataclass(frozen=True, slots=True)
 class ConditioningPixels:
-    """The pixels to read from a picture, a video or a mask for a window.
+    """The pixels to read from a conditioning picture, video or mask for a window of its clip.
 
     A picture of another size than the clip's is scaled to cover, cut in the middle, and mirrored if
     the clip is. A video or mask may have any size of the clip's aspect ratio.
@@ -83,7 +83,7 @@ class ConditioningPixels:
 
 @dataclass(frozen=True, slots=True)
 class ConditioningNumbers:
-    """The numbers to read from a file: one row, or a row for each frame of a window."""
+    """The conditioning numbers to read for a clip: one row, or one for each frame of a window."""
 
     identity: str  # identity of the clip
     media: Media  # the file; with `values`, that of the clip
@@ -98,17 +98,21 @@ class ConditioningNumbers:
 
     @property
     def shape(self) -> tuple[int]:
-        """Number of bytes of the float32 values, as workers return bytes."""
+        """Number of bytes of the numbers as float32, since workers return bytes."""
         return (4 * self.width * (self.num_frames if self.is_per_frame else 1),)
 
 
 ConditioningInput = ConditioningPixels | ConditioningNumbers
 Wanted = Window | ConditioningInput
-"""Anything that a worker reads for a sample: a window of the clip, or a further input."""
+"""Anything that a decoding worker reads for a sample: a window of the clip, or an input of
+`data.conditioning`."""
 
 
 def conditioning_path(clip_path: str, pattern: str) -> str:
-    """Return the path of a clip's further input; relative patterns stay in the clip's store."""
+    """Return the path of a clip's conditioning file, by the pattern of `data.conditioning`.
+
+    Relative patterns stay in the clip's folder or store.
+    """
     path = PurePath(clip_path)
     name = pattern.replace(STEM, path.stem)
     scheme, _, place = clip_path.rpartition("://")
@@ -128,7 +132,7 @@ def conditioning_path(clip_path: str, pattern: str) -> str:
 
 
 def _with_ending(path: str) -> str:
-    """Return the only existing file that differs from `path` by its ending, or else `path`."""
+    """Complete a path whose ending is open by that of the only such file, if there is one."""
     endings = (*MEDIA_SUFFIXES, *NUMBERS_SUFFIXES)
     places = (path.removesuffix(ANY_ENDING) + ending for ending in endings)
     found = [place for place in places if is_there(place)]
@@ -141,7 +145,7 @@ def _with_ending(path: str) -> str:
 
 
 def given_to(clip: Clip, section: ConditioningSection) -> Given:
-    """Return the path of a clip's further input, or its numbers from the catalog.
+    """Return the path of a clip's conditioning file, or its numbers from the catalog.
 
     For frames of the clip itself, it is the clip's own path.
     """
@@ -156,7 +160,7 @@ def given_to(clip: Clip, section: ConditioningSection) -> Given:
 def conditioning_of(
     clip: Clip, window: Window, sections: Mapping[str, ConditioningSection]
 ) -> dict[str, Wanted]:
-    """Return which pixels or numbers to read for a window of a clip, by input's name."""
+    """Return by name the conditioning pixels or numbers to read for a window of a clip."""
     return {name: _input(section, clip, window) for name, section in sections.items()}
 
 
@@ -193,7 +197,10 @@ def _frames(window: Window) -> dict[str, Any]:
 def conditioning_alone(
     section: ConditioningSection, path: Path, bucket: Bucket, stride: int = 1
 ) -> ConditioningInput:
-    """Return what to read of a file that belongs to no clip: first frames, in a bucket's size."""
+    """Return what to read of a conditioning file that belongs to no clip, such as for sampling.
+
+    These are its first frames, in a bucket's size.
+    """
     if section.kind == "numbers":
         assert section.width is not None
         return ConditioningNumbers(
@@ -221,7 +228,7 @@ def conditioning_alone(
 
 
 def whole_numbers(clip: Clip, section: ConditioningSection) -> ConditioningNumbers:
-    """Return the input that reads all numbers of a clip, not only those of a window."""
+    """Return the input with all conditioning numbers of a clip, not only those of a window."""
     assert section.width is not None
     given = given_to(clip, section)
     return ConditioningNumbers(
@@ -236,14 +243,17 @@ def whole_numbers(clip: Clip, section: ConditioningSection) -> ConditioningNumbe
 
 
 def conditioning_error(window: Window, name: str, error: ClipError) -> ClipError:
-    """Return the error of a further input as one of its clip, which is then quarantined."""
+    """Return a conditioning input's error as an error of its clip, which is then quarantined."""
     return ClipError(str(window.media), f"its {name}, {error.path}: {error.reason}")
 
 
 def empty_conditioning(
     section: ConditioningSection, bucket: Bucket, num_samples: int
 ) -> NDArray[Any]:
-    """Return an array for `read`: [B, 3 or 1, F, H, W] uint8, or [B, (F,) width] float32."""
+    """Return an uninitialised array for a conditioning input of several samples, for `read`.
+
+    It is [B, 3 or 1, F, H, W] uint8, or [B, (F,) width] float32.
+    """
     if section.kind == "numbers":
         assert section.width is not None
         rows = (bucket.num_frames,) if section.per_frame else ()
@@ -254,12 +264,12 @@ def empty_conditioning(
 
 
 def as_bytes(place: NDArray[Any]) -> NDArray[np.uint8]:
-    """View one sample of an array of `empty_conditioning` as the bytes that `read` fills."""
+    """View one sample of an array made by `empty_conditioning` as the bytes that `read` fills."""
     return place if place.dtype == np.uint8 else place.reshape(-1).view(np.uint8)
 
 
 def as_values(wanted: Wanted, content: NDArray[np.uint8]) -> NDArray[Any]:
-    """Convert the bytes that `read` returned: pixels unchanged, numbers to float32."""
+    """Convert the bytes that `read` returned for an input: pixels unchanged, numbers to float32."""
     if not isinstance(wanted, ConditioningNumbers):
         return content
     numbers = content.view(np.float32)
@@ -267,7 +277,7 @@ def as_values(wanted: Wanted, content: NDArray[np.uint8]) -> NDArray[Any]:
 
 
 def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-    """Read a window of a clip or a further input into `out`, or a new array of `wanted.shape`.
+    """Read a clip's window or conditioning input into `out`, or a new array of `wanted.shape`.
 
     Raises:
         ClipError: the file is missing, damaged, or not what is expected.
@@ -331,7 +341,7 @@ def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[n
 
 
 def _crop(wanted: ConditioningPixels, height: int, width: int) -> Crop:
-    """Return the crop of an input with these sides: for a video or mask that of the clip."""
+    """Return the crop of a conditioning input of this size: for videos and masks the clip's."""
     clip_height, clip_width = wanted.clip_height, wanted.clip_width
     if (height, width) == (clip_height, clip_width):
         return wanted.clip_crop
@@ -375,7 +385,7 @@ def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
 
 
 def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) -> Window:
-    """Return the window to read from a video or mask, from the properties of a frame of it."""
+    """Return the window to read from a conditioning video or mask, from one of its frames."""
     rotation = rotation_of(wanted.media, stream, frame)
     shown = square_size(wanted.media, stream, frame)
     height, width = shown[::-1] if is_turned(rotation) else shown
@@ -404,7 +414,7 @@ def _window(wanted: ConditioningPixels, stream: VideoStream, frame: VideoFrame) 
 
 
 def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
-    """Read the numbers of a further input, as float32 [F, width] or [width]."""
+    """Read the numbers of a conditioning input, as float32 [F, width] or [width]."""
     if wanted.values is None:
         found = np.atleast_1d(_read_numbers(wanted.media))
     else:

@@ -52,7 +52,7 @@ def known_hash(
     progress: Callable[[], object] = lambda: None,
     hash_of_file: Callable[[str], str] | None = None,
 ) -> str:
-    """Return the content hash of a file on disk, which is read once per process and version.
+    """Return the content hash of a file on disk, computed once per process and version of it.
 
     `hash_of_file` returns the hash of a whole file from a lasting record.
     """
@@ -73,7 +73,7 @@ def known_hash(
 
 
 def changed(media: Media, how: str) -> ClipError:
-    """Return the error for a file that has changed, with the remedy."""
+    """Return the error for a clip's file that has changed since it was indexed, with the remedy."""
     reason = f"has changed since it was indexed ({how}). Run longtake data index again"
     if media.indexed is not None and media.indexed.is_by_run:
         reason = (
@@ -84,7 +84,7 @@ def changed(media: Media, how: str) -> ClipError:
 
 
 def is_indexed(media: Media, found: str) -> bool:
-    """Return whether a file or member with this hash is the one that was indexed."""
+    """Return true if a file or tar member with this content hash is the one that was indexed."""
     indexed = media.indexed
     assert indexed is not None
     if media.span is None:
@@ -100,9 +100,10 @@ def is_indexed(media: Media, found: str) -> bool:
 
 
 def copy_identity(identity: str, number: int) -> str:
-    """Return the identity of a further clip with the same content; number 0 is the first clip.
+    """Return the identity of a further clip with the same content as another clip.
 
-    Only the first two of 32 digits differ, so that the content can still be compared.
+    Number 0 is the first clip. Only the first two of 32 digits differ, so that the content can
+    still be compared.
     """
     return f"{(int(identity[:2], 16) + number) % MAX_COPIES:02x}{identity[2:]}"
 
@@ -112,7 +113,7 @@ def _is_of(identity: str, found: str) -> bool:
 
 
 def span_identity(file: str, first: int, num_frames: int) -> str:
-    """Return the identity of a span of frames of a file with this identity."""
+    """Return the identity of a clip that is a span of frames of the file with this identity."""
     facts = f"{file}:{first}:{first + num_frames}".encode()
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 

@@ -222,7 +222,7 @@ def decoded(
 def _from_keyframe(
     media: Media, packets: "Iterator[Packet[VideoStream]]", keyframe: int
 ) -> "Iterator[Packet[VideoStream]]":
-    """Yield packets from a keyframe on, without those that are shown before it."""
+    """Yield a video's packets from a keyframe on, without those that are shown before it."""
     keyframes = (each for each in packets if each.is_keyframe and not _is_before(each, keyframe))
     first = next(keyframes, None)
     if first is None or first.pts != keyframe:
@@ -285,7 +285,7 @@ _COLOR_TRANSFERS = {
 
 @dataclass(frozen=True)
 class Probe(Footage):
-    """Properties of one video or image, found by decoding all of it or from its container."""
+    """Properties of one video or image, found by decoding it or from its container's packets."""
 
     is_trusted: bool = False  # frames were counted as the container's packets, not decoded
 
@@ -294,7 +294,7 @@ class Probe(Footage):
         return {name: value for name, value in vars(self).items() if name != "is_trusted"}
 
     def cut(self, media: Media) -> "Probe":
-        """Return the probe of the frames that begin in a span (`media.span`) of this file.
+        """Return the properties of the frames that begin in a span (`media.span`) of this file.
 
         Raises:
             ClipError: no frame begins in the span, or the timestamps do not ascend.
@@ -405,7 +405,8 @@ def content_hash(media: Media, progress: Callable[[], object] = lambda: None) ->
 
 
 _Read = tuple[VideoFrame, list[int | None], tuple[int, ...], float | None]
-"""First frame, all timestamps, numbers of the keyframes, and seconds the last frame is shown."""
+"""What is read of a video: its first frame, all timestamps, the numbers of the keyframes, and the
+seconds for which the last frame is shown."""
 
 
 def _packets(
@@ -459,7 +460,7 @@ def _frames(
 
 
 def _timing(pts: Sequence[int | None]) -> Timing | None:
-    """Return the timestamps of frames as a `Timing`; None if one is missing or out of order."""
+    """Return frames' timestamps in compact form; None if one is missing or out of order."""
     known = [each for each in pts if each is not None]
     steps = {after - before for before, after in pairwise(known)}
     if len(known) < len(pts) or min(steps, default=1) <= 0:
@@ -598,7 +599,7 @@ def probe_image(media: Media) -> Probe:
 
 
 def name_error(media: Media) -> ClipError | None:
-    """Return an error if the file's name is not valid UTF-8 and no table can hold it, else None."""
+    """Return an error if the name of a clip's file is not valid UTF-8, else None."""
     try:
         str(media).encode()
     except UnicodeEncodeError:
@@ -608,7 +609,10 @@ def name_error(media: Media) -> ClipError | None:
 
 @dataclass(frozen=True)
 class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
-    """Task that probes one file; returns its probe or error, and True if a retry is useless."""
+    """Task of a worker process: probes one file by decoding it.
+
+    Returns its properties or an error, and True if a retry is useless.
+    """
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
     trusts_metadata: bool = False  # for videos; see `probe`

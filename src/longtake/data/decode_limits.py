@@ -24,12 +24,12 @@ class OutOfTimeError(ClipError):
 
 
 def max_pixels() -> int:
-    """Return the number of pixels allowed in one picture."""
+    """Return the most pixels that one decoded picture may have within the memory limit."""
     return int(_memory_gib.get() * 2**30 / _BYTES_PER_PIXEL)
 
 
 def check_pixels(media: Media, width: int, height: int) -> None:
-    """Raise ClipError if a picture has too many pixels."""
+    """Raise ClipError if a picture has more pixels than the memory limit allows."""
     if width * height > max_pixels():
         raise ClipError(
             str(media),
@@ -50,7 +50,7 @@ def _allowed() -> str:
 
 @contextmanager
 def pixels_limited(memory_gib: float) -> Iterator[None]:
-    """Limit only the size of pictures, because threads have no memory limit of their own."""
+    """Limit the size of decoded pictures in the context, as threads have no memory limit."""
     token = _memory_gib.set(memory_gib)
     try:
         yield
@@ -60,10 +60,10 @@ def pixels_limited(memory_gib: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limited(memory_gib: float) -> Iterator[None]:
-    """Limit the memory that this process may allocate in addition, and the size of pictures.
+    """Limit the memory that this process may allocate in the context, and the size of pictures.
 
-    Shared memory and mapped files do not count. An allocation beyond the limit raises MemoryError,
-    or FFmpeg's ENOMEM.
+    Memory that it has already, shared memory and mapped files are not counted. An allocation beyond
+    the limit raises MemoryError, or FFmpeg's ENOMEM.
     """
     _, hard = before = resource.getrlimit(resource.RLIMIT_DATA)
     pages = int(Path("/proc/self/statm").read_bytes().split()[5])  # as RLIMIT_DATA counts them
@@ -87,7 +87,7 @@ class Limits:
     seconds: float = SECONDS  # plus one second for each 64 KiB of the file
 
     def timed(self, media: Media, progress: Callable[[], object]) -> Callable[[], None]:
-        """Return a `progress` that raises OutOfTimeError once the file has taken too long."""
+        """Return a `progress` function that raises OutOfTimeError once decoding takes too long."""
         num_bytes = media.num_bytes
         if num_bytes is None:
             num_bytes = 0

@@ -1,4 +1,4 @@
-"""A worker process, and the pool of worker processes that decodes.
+"""The program of a decoding worker process, and the pool of such processes.
 
 python -m longtake.data.decode_worker HEARTBEATS RANK PARENT CONNECTION [BUFFER...]
 
@@ -39,7 +39,7 @@ _TRIM_EVERY = 100  # items after which freed memory is returned
 
 @dataclass(frozen=True)
 class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
-    """Task that reads windows of clips and their further inputs into shared memory."""
+    """Task of worker processes: reads windows of clips and their inputs into shared memory."""
 
     silence_seconds: float
     memory_gib: float
@@ -60,7 +60,7 @@ class DecodeTask(Task[Wanted, NDArray[np.uint8]]):
 
 
 class DecodePool:
-    """Pool that reads windows in the order of submission, and tries a failed one a second time.
+    """Pool of processes that decode windows of clips in order, and retry a failed one once.
 
     Without workers, threads of this process read, without protection from hangs and crashes.
     """
@@ -90,7 +90,7 @@ class DecodePool:
     def of_recipe(
         cls, data: DataSection, heartbeats: HeartbeatDir | None, examples: Iterable[Media]
     ) -> Self:
-        """Start a pool with a recipe's workers and limits; see `StoreClient` for `examples`."""
+        """Start a decoding pool with a recipe's workers and limits (`examples`: `StoreClient`)."""
         return cls(
             data.workers,
             data.sample_timeout_seconds,
@@ -103,7 +103,7 @@ class DecodePool:
     def submit(
         self, wanted: Wanted, out: NDArray[np.uint8] | None = None
     ) -> Future[NDArray[np.uint8]]:
-        """Queue a window or further input, and return the future of its pixels or bytes.
+        """Queue a clip's window or an input to read; return the future of its pixels or bytes.
 
         They are written to `out`, or to a new array of `wanted.shape`. The future raises ClipError
         if the input cannot be read, and DataError if no worker can be started.
@@ -123,12 +123,12 @@ class DecodePool:
         return (self._workers or self._client).take_fetched()
 
     def decoding(self) -> dict[int, str]:
-        """Return the identity of the clip that each process decodes, by process id."""
+        """Return the identity of the clip that each worker process is decoding, by process id."""
         running = self._workers.running() if self._workers else {}
         return {pid: wanted.identity if wanted else "" for pid, wanted in running.items()}
 
     def close(self) -> None:
-        """End the workers at once; the futures of unread items raise a RuntimeError.
+        """End the worker processes at once; futures of unread items raise a RuntimeError.
 
         Threads finish what they have begun; other items are cancelled.
         """
@@ -145,7 +145,7 @@ class DecodePool:
 
 
 def main() -> None:
-    """Run the task on one item after another until the parent closes the connection."""
+    """Run a worker process: do the task for each item until the parent closes the connection."""
     if len(sys.argv) < 5:
         raise SystemExit("This is a part of longtake's worker pool, which starts it itself.")
     folder, rank, parent, descriptor, *buffers = sys.argv[1:]
@@ -222,7 +222,7 @@ def _reply(
 def _read_twice(
     wanted: Wanted, out: NDArray[np.uint8], client: stores.StoreClient
 ) -> NDArray[np.uint8]:
-    """Read a window or further input, a second time if the first try fails."""
+    """Read a window of a clip or an input of it; try a second time if that fails."""
     assert client.memory_gib is not None
     with pixels_limited(client.memory_gib), stores.using(client):
         try:

@@ -1,4 +1,4 @@
-"""Source of samples that decodes clips and their further inputs in worker processes."""
+"""Provides training samples by decoding clips and their conditioning inputs in worker processes."""
 
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -30,13 +30,13 @@ Pixels = NDArray[np.uint8]
 
 @dataclass
 class FrameCache:
-    """Decoded pixels and numbers that every epoch uses again, kept while there is room."""
+    """Decoded pixels and numbers that every epoch uses again, in memory while there is room."""
 
     room_bytes: float
     contents: dict[Wanted, Pixels] = field(default_factory=dict)
 
     def keep(self, wanted: Wanted, pixels: Pixels) -> None:
-        """Keep a copy of what was read, if there is room."""
+        """Keep a copy of decoded pixels or numbers, if there is room."""
         if wanted not in self.contents and pixels.nbytes <= self.room_bytes:
             self.room_bytes -= pixels.nbytes
             # A view would keep the whole batch in memory.
@@ -44,9 +44,9 @@ class FrameCache:
 
 
 class DecodingSource:
-    """Sample source that decodes clips and their further inputs, like `CachedSource` reads them.
+    """Decodes clips and their conditioning inputs to samples, as `CachedSource` reads a cache.
 
-    `known_inputs` is the content of further inputs' files when the run first used them.
+    `known_inputs` is the content of the inputs' files when the run first used them.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class DecodingSource:
 
 
 class _PendingPixels(NamedTuple):
-    """Requests for one place of a batch, while they are decoded."""
+    """The window and inputs of one sample of a batch, while worker processes decode them."""
 
     window: Window
     is_kept: bool  # whether the frame cache keeps the result
@@ -85,7 +85,7 @@ class _PendingPixels(NamedTuple):
 
 
 class PixelBuffer:
-    """Pixels of one batch; each sample is decoded into its place."""
+    """Pixels of one batch; each sample is decoded into its place in the arrays."""
 
     def __init__(self, source: DecodingSource, shape: Bucket, num_places: int) -> None:
         self.source = source
@@ -99,7 +99,7 @@ class PixelBuffer:
         self._pending: dict[int, _PendingPixels] = {}
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
-        """Start to decode a clip and its further inputs into a place of the batch."""
+        """Start to decode a clip and its conditioning inputs into a place of the batch."""
         data = self.source.data
         requested = {"": self._request(window, self._videos[place])}
         for name, wanted in conditioning_of(clip, window, data.conditioning).items():
@@ -117,12 +117,12 @@ class PixelBuffer:
         return wanted, pixels
 
     def is_decoded(self, place: int) -> bool:
-        """Return whether `wait` would return at once, without an error."""
+        """Return true if the sample of a place is decoded, without an error."""
         futures = (future for _, future in self._pending[place].requested.values())
         return all(each.done() and each.exception() is None for each in futures)
 
     def wait(self, place: int) -> None:
-        """Wait for the sample of a place; raise ClipError if a part of it cannot be read."""
+        """Wait for the sample of a place; raise ClipError if the clip or an input is unreadable."""
         window, is_kept, requested = self._pending[place]
         errors = []
         for name, (wanted, future) in requested.items():  # all: a worker may still write to each
@@ -137,7 +137,7 @@ class PixelBuffer:
             raise errors[0]
 
     def copy(self, source: int, place: int) -> None:
-        """Fill a place with the sample of another place."""
+        """Fill a place of the batch with a copy of the sample of another place."""
         for pixels in (self._videos, *self._inputs.values()):
             pixels[place] = pixels[source]
 

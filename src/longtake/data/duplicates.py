@@ -132,7 +132,7 @@ def near_pairs(
 
 @dataclass(frozen=True)
 class DuplicateGroups:
-    """Groups of near-duplicate clips."""
+    """Groups of clips that show nearly the same, and which clip of each group is kept."""
 
     # [N] 0 for a kept clip or one without copies; 1, 2, ... for the copies of a kept clip; NaN if
     # the clip cannot be decoded.
@@ -141,7 +141,7 @@ class DuplicateGroups:
 
 
 def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE) -> DuplicateGroups:
-    """Group the clips of which at least two thirds of the frames resemble those of another clip.
+    """Group clips of which at least two thirds of the frames resemble those of another clip.
 
     Videos are compared with videos, images with images. Clips are visited in turn, those with a
     caption first, then those with the most seconds x pixels. Each is kept unless it is a
@@ -186,7 +186,7 @@ def group(catalog: Catalog, hashes: Mapping[int, str], distance: int = DISTANCE)
 
 
 def _near_nodes(nodes: list[tuple[bool, str]], distance: int) -> NDArray[np.int64]:
-    """Return pairs [2, P] of near-duplicate nodes, each in both orders, sorted by the first."""
+    """Return pairs [2, P] of near-duplicate clips, each in both orders, sorted by the first."""
     frames = np.frombuffer(bytes.fromhex("".join(text for _, text in nodes)), np.uint64)
     frames = frames.reshape(-1, 4)
     node = np.repeat(np.arange(len(nodes)), [len(text) // (2 * HASH_BYTES) for _, text in nodes])

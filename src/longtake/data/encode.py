@@ -92,7 +92,7 @@ def write_video(
 def _mp4(
     path: Path, codec: str, fps: float, options: Mapping[str, str], *, by_many: bool = False
 ) -> Iterator[tuple[OutputContainer, av.VideoStream]]:
-    """Yield an mp4 file and its stream to encode frames into, and complete them after the block.
+    """Open an mp4 file to write; yield it and its video stream, and complete them at the end.
 
     Raises:
         DataError: the file cannot be written.
@@ -198,7 +198,7 @@ _FORMAT = 2  # part of every file's name: raise it when the pixels that are writ
 
 @dataclass(frozen=True)
 class Settings:
-    """Size and encoding of prepared clips; part of the names of their files."""
+    """Size and encoding of clips that `data prepare` writes; part of the names of their files."""
 
     sizes: tuple[tuple[int, int], ...]  # (height, width); a clip covers the one of nearest aspect
     gop: int = 12  # distance of keyframes in frames
@@ -206,7 +206,7 @@ class Settings:
     fps: float | None = None  # upper limit of frames per second; None keeps all frames
 
     def check(self) -> None:
-        """Raise DataError if a setting is out of its range."""
+        """Raise DataError if a setting of the encoding is out of its range."""
         if not self.sizes or min(min(size) for size in self.sizes) < 2:
             raise DataError(f"Sizes to prepare for: {list(self.sizes)}; expected at least 2x2.")
         has_rate = self.fps is None or 0 < self.fps <= _MAX_FPS  # False for NaN
@@ -218,14 +218,17 @@ class Settings:
 
     @property
     def name(self) -> str:
-        """Short hash of all settings, for the names of prepared files."""
+        """Short hash of all encoding settings, for the names of prepared files."""
         text = json.dumps([_FORMAT, asdict(self)])
         return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
 @dataclass(frozen=True)
 class TranscodeTask(ClipTask[Clip, None]):
-    """Task that writes a clip's prepared file unless it exists; returns the error, or None."""
+    """Task of a worker process: transcodes one clip unless its prepared file exists.
+
+    Returns the error, or None.
+    """
 
     folder: Path  # files lie in subfolders named by the first two digits of the clip's identity
     settings: Settings
@@ -332,7 +335,7 @@ def _write_from(
 
 
 def _within(clip: Clip, frames: Iterator[av.VideoFrame]) -> Iterator[av.VideoFrame]:
-    """Yield the frames of a clip's span, selected by their timestamps."""
+    """Yield the frames of a clip that is a span of a video, selected by their timestamps."""
     assert clip.timing is not None
     timestamps, num_read = map(clip.timing.of, range(clip.num_frames)), 0
     for frame in at_timestamps(clip.media, timestamps, frames):
@@ -349,7 +352,10 @@ def _scaled(
     size: tuple[int, int],
     progress: Callable[[], object],
 ) -> Iterator[av.VideoFrame]:
-    """Scale and turn frames in 4:2:0, with timestamps from 0; going over RGB would darken them."""
+    """Scale and turn decoded frames without leaving 4:2:0, as a detour over RGB would darken them.
+
+    Timestamps of the results begin at 0.
+    """
     height, width = size[::-1] if is_turned(clip.rotation) else size
     # Exact, as common rates such as 30000/1001 are fractions.
     tick = 1 / Fraction(clip.fps).limit_denominator(1001)  # if the file has no usable times
@@ -391,7 +397,7 @@ def _upright(frame: av.VideoFrame, rotation: int) -> av.VideoFrame:
 
 
 def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.VideoFrame]:
-    """Keep at most `fps` frames per second: the first of each interval."""
+    """Yield at most `fps` frames per second of a video: the first of each interval."""
     interval = -1
     for frame in frames:
         seconds = frame.time or 0.0
@@ -404,7 +410,7 @@ def _thinned(frames: Iterable[av.VideoFrame], fps: float | None) -> Iterator[av.
 
 @dataclass(frozen=True)
 class PrepareReport:
-    """Result of `prepare`."""
+    """Result of `prepare`: numbers of transcoded and rejected clips, and bytes before and after."""
 
     prepared: int  # number of clips in the new catalog
     reused: int  # number of files that existed already
@@ -477,7 +483,7 @@ def _write_catalog(
     workers: int | None,
     report: Callable[[int, int], None],
 ) -> tuple[Written, list[Rejection]]:
-    """Index the prepared files like any others, and write their catalog.
+    """Index the prepared files as `data index` would, and write their catalog.
 
     `failed` holds the clips that could not be transcoded, by identity.
     """
@@ -518,7 +524,7 @@ def _write_catalog(
 
 
 def _bytes_of(catalog: Catalog) -> int:
-    """Return the size of a catalog's media; clips cut from one film count once."""
+    """Return the bytes of a catalog's media files; a film from which clips were cut counts once."""
     names = [str(clip.media.whole) for clip in catalog.clips()]
     _, firsts = np.unique(names, return_index=True)
     members, files = (
@@ -530,7 +536,7 @@ def _bytes_of(catalog: Catalog) -> int:
 def _checked(
     clip: Clip, media: Media, found: decode.Probe | ClipError, settings: Settings
 ) -> Clip | ClipError:
-    """Return the record of a prepared clip, or an error if its file lacks frames."""
+    """Return the catalog record of a prepared clip, or an error if its file lacks frames."""
     if isinstance(found, ClipError):
         return ClipError(clip.path, f"its prepared file: {found.reason}")
     if not settings.fps and found.num_frames != clip.num_frames:
@@ -570,7 +576,7 @@ def _transcode_all(
 
 
 def _wait_until_visible(target: Path) -> None:
-    """Wait until this node sees a file of another node; network disks may show it late."""
+    """Wait until this node sees a file that another node wrote; network disks may be late."""
     deadline = time.monotonic() + _VISIBLE_SECONDS
     while not target.exists():
         if time.monotonic() > deadline:

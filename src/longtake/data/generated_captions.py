@@ -29,7 +29,7 @@ _AHEAD = 2  # clips of each worker that are decoded ahead, in addition to the ne
 
 
 class Captioner(Protocol):
-    """Interface of a class that describes clips; see docs/guides/fine-tuning-data.md."""
+    """Interface of a user's class that captions clips; see docs/guides/fine-tuning-data.md."""
 
     def captions(self, frames: Sequence[NDArray[np.uint8]], clips: Sequence[Clip]) -> Sequence[str]:
         """Return one caption for each clip, in order, each one line of text.
@@ -42,7 +42,7 @@ class Captioner(Protocol):
 
 @dataclass(frozen=True)
 class FrameChoice:
-    """Number and size of the frames that a captioner gets of each clip."""
+    """Number and size of a clip's frames that the captioning model gets."""
 
     num_frames: int = 8  # upper limit
     side: int = 512  # upper limit of the longer side, in pixels
@@ -50,14 +50,14 @@ class FrameChoice:
 
 @dataclass(frozen=True)
 class Captioned:
-    """A catalog with captions that a model wrote."""
+    """Result of `caption`: a catalog with captions that a model wrote."""
 
     catalog: Catalog
     num_written: int
     failed: tuple[Rejection, ...]  # clips without a new caption, with the reason
 
     def save(self, out: Path) -> None:
-        """Write the catalog, and remove the captions that interrupted calls kept beside it."""
+        """Write the catalog; remove the captions that interrupted calls kept in files beside it."""
         self.catalog.save(out)
         for path in out.parent.glob(f"{glob.escape(_journal_name(out, ''))}*"):
             path.unlink(missing_ok=True)
@@ -156,7 +156,7 @@ def _decoded(
     ahead: int,
     failed: list[Rejection],
 ) -> Iterator[_Decoded]:
-    """Yield clips in the order of `rows`, while the next ones (`ahead`) are decoded.
+    """Decode clips in the order of `rows` and yield them, `ahead` clips in advance.
 
     A clip that cannot be decoded is added to `failed` instead.
     """
@@ -188,7 +188,7 @@ def chosen_frames(clip: Clip, choice: FrameChoice) -> window.Window:
 
 
 def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str]:
-    """Call the captioner for a batch, and return its captions, stripped."""
+    """Call the user's captioner for a batch of clips, and return its captions, stripped."""
     first = batch[0].clip
     where = f"for {first.path} ({first.identity})"
     if len(batch) > 1:
@@ -217,7 +217,7 @@ def _ask(captioner: Captioner, name: str, batch: Sequence[_Decoded]) -> list[str
 
 
 def _problem(text: str) -> str:
-    """Return why a text cannot be a caption, or "" if it can."""
+    """Return the reason why a text cannot be a caption, or "" if it can."""
     if not text.strip():
         return "is empty"
     if (shown := formatting.printable(text)) != text:
@@ -226,7 +226,10 @@ def _problem(text: str) -> str:
 
 
 def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]) -> Catalog:
-    """Return the catalog with new captions by row, without scores of captions that changed."""
+    """Return the catalog with the captions that a model wrote, by row.
+
+    Scores of clips whose caption has changed are dropped.
+    """
     texts = [written.get(row, text) for row, text in enumerate(before)]
     place = clips.table.column_names.index("caption")
     table = clips.table.set_column(place, "caption", pa.array(texts, pa.string()))
@@ -244,7 +247,7 @@ def _captioned(clips: Catalog, before: Sequence[str], written: Mapping[int, str]
 
 
 def write_lines(clips: Catalog, path: Path) -> None:
-    """Write all captions as JSON lines for `index`, to correct them by hand.
+    """Write all captions as JSON lines that `index` reads, so that a user can correct them.
 
     Raises:
         DataError: the file cannot be written.

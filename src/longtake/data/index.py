@@ -1,4 +1,4 @@
-"""Decodes every file once, strictly, and writes the catalog of clips that can be trained on.
+"""Indexes media: decodes every file once, strictly, and writes the catalog of usable clips.
 
 Known files are not read again: those of the older catalog at the output with the same path, size
 and modification time, and those that an interrupted index recorded in a journal beside it.
@@ -36,7 +36,7 @@ _MAX_LINE_BYTES = 2**24  # enough for an hour of video with unevenly spaced fram
 
 
 class _Entry(TypedDict):
-    """One record of the journal: a probed file with its result, or the reason it was rejected."""
+    """One line of the index's journal: a file's properties, or the reason why it was rejected."""
 
     media: str
     stamp: tuple[int, int]
@@ -62,7 +62,7 @@ _ENTRY: TypeAdapter[_Entry] = TypeAdapter(Annotated[_Entry, AfterValidator(_is_w
 
 
 class ProbeJournal(Journal[_Entry]):
-    """Journal beside the catalog `out` with the result of each probed file."""
+    """Journal of an index, beside the catalog `out`, with the result of each file read so far."""
 
     def __init__(self, out: Path, *, trusts_metadata: bool = False) -> None:
         # Results of whole files and of first frames only must not be mixed.
@@ -71,7 +71,7 @@ class ProbeJournal(Journal[_Entry]):
         super().__init__(path, _ENTRY, max_line_bytes=_MAX_LINE_BYTES)
 
     def note(self, media: Media, stamp: catalog.Stamp, found: Probe | ClipError) -> None:
-        """Record the probe of a file, or the error that rejects it."""
+        """Record a file's properties, or the error that rejects it, in the journal."""
         stamped = {"media": str(media), "stamp": [stamp.num_bytes, stamp.mtime_ns]}
         if isinstance(found, ClipError):
             self.add(stamped | {"reason": found.reason})
@@ -80,10 +80,10 @@ class ProbeJournal(Journal[_Entry]):
 
 
 class KnownFiles:
-    """Results of an older catalog and a journal, in a database on disk; the newest entry wins.
+    """Files that an older catalog or an interrupted index has read; the newest result wins.
 
-    An entry is used while size and modification time of its file are the same. Files whose frames
-    were not decoded count as known only if metadata is trusted.
+    They are in a database on disk. A result is used while size and modification time of its file
+    are the same. Files whose frames were not decoded count as known only if metadata is trusted.
     """
 
     def __init__(
@@ -119,7 +119,10 @@ class KnownFiles:
     def join(
         self, files: Iterable[list[Item]]
     ) -> Iterator[tuple[list[Item], catalog.Stamp | None, Probe | ClipError | None]]:
-        """Yield the items, stamp and known result of each file; `files` must be sorted."""
+        """Yield for each file its items, its stamp, and the known result of reading it, or None.
+
+        `files` must be sorted.
+        """
         entries = self._database.execute(
             "SELECT name, stamp, reason, probe FROM known ORDER BY name, rowid"
         )
@@ -176,7 +179,7 @@ def _entries_of(
 
 
 def stamp_text(stamp: catalog.Stamp) -> str:
-    """Return a stamp as text, as databases and journals keep it for comparison."""
+    """Return a file's stamp (size and modification time) as text, for comparison."""
     return f"{stamp.num_bytes} {stamp.mtime_ns}"
 
 
@@ -192,7 +195,10 @@ def stamp_of(path: str) -> catalog.Stamp | None:
 def stamp_of_media(
     media: Media, stamp_of_file: Callable[[str], catalog.Stamp | None] = stamp_of
 ) -> catalog.Stamp | None:
-    """Return the stamp of a file or an object, or None if it is not known."""
+    """Return the stamp (size and modification time) of a file or an object in a store.
+
+    None if it is not known.
+    """
     # Stores gave size and stamp with their listing, so no object is asked for again.
     if media.is_remote:
         return catalog.Stamp(media.num_bytes or 0, media.stamp) if media.stamp else None
@@ -201,7 +207,7 @@ def stamp_of_media(
 
 @dataclass(kw_only=True)
 class IndexReport(Written):
-    """Result of `index`."""
+    """Result of `index`: numbers of clips, rejected files, and captions that match no file."""
 
     rejected: list[catalog.Rejection]  # the first rejected files, by path
     num_rejected: int  # number of rejected files; the catalog has each with its reason
@@ -314,7 +320,7 @@ def _accept(
     stamp: catalog.Stamp | None,
     whole: Probe | ClipError,
 ) -> None:
-    """Add the items of one file to a catalog, or the reasons why they are rejected."""
+    """Add the clips of one file to a catalog, or the reasons why they are rejected."""
     names = {str(item.media) for item in items}
     for item in items:
         if (fault := faulty.get(str(item.media))) is not None:  # read again next time
@@ -353,15 +359,15 @@ def probe_all(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Probe every file that is not known, and return how many were known.
+    """Read every file that is not known already; return the number of known files.
 
     Args:
         files: the items of each file, sorted as in `MediaList`; taken when they are needed.
         num_files: total number of files.
         accept: called with the items of a file, its stamp and its result, in any order.
-        known: files that need not be probed.
+        known: files that need not be read.
         journal: records the results of the others.
-        task: probes one file.
+        task: reads (probes) one file.
         on: see `run_tasks`.
         workers: see `run_tasks`.
         progress: called with (files done, total files).
@@ -403,7 +409,10 @@ def probe_all(
 
 
 def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[str, ClipError]]:
-    """Set the captions of all media; return paths in the JSONL without a file, and bad captions."""
+    """Set the captions of all media from files of captions.
+
+    Returns paths in a JSONL file that match no media, and errors of captions by the medium's name.
+    """
     texts, unmatched = read_captions(
         captions,
         found.folders,

@@ -1,6 +1,6 @@
-"""Records the content of further inputs (`data.conditioning`) when a run first uses them.
+"""Records the content of `data.conditioning` files when a run first uses them.
 
-No catalog holds them. So one rank writes a line for each local file beside the run's catalogs, and
+No catalog holds it. So one rank writes a line for each local file beside the run's catalogs, and
 every reader compares files with it like clips with their catalog (`longtake.data.content`).
 """
 
@@ -32,7 +32,7 @@ class _Line(TypedDict):
 
 
 def read_known(folder: Path) -> dict[str, Indexed]:
-    """Return the recorded content of each file by path; the first of several lines counts."""
+    """Return the recorded content of each conditioning file by path; the first line counts."""
     known: dict[str, Indexed] = {}
     for line in read_records(folder / NAME, _Line):
         stamp = line["bytes"], line["mtime_ns"]
@@ -43,7 +43,7 @@ def read_known(folder: Path) -> dict[str, Indexed]:
 def note(
     folder: Path, paths: Iterable[str], hash_of_file: Callable[[str], str] | None = None
 ) -> None:
-    """Record the content of each local file that has no record yet, of at most 20,000 files.
+    """Record the content of local conditioning files that have no record yet, up to 20,000 files.
 
     Raises:
         DataError: the record cannot be written.
@@ -77,7 +77,7 @@ def note(
 
 
 def with_known(wanted: Wanted, known: Mapping[str, Indexed]) -> Wanted:
-    """Return an input whose file is compared with the run's record when it is read."""
+    """Return a conditioning input whose file is compared with the run's record when it is read."""
     found = known.get(wanted.media.path)
     # Frames of the clip itself are compared with the catalog.
     if found is None or wanted.media.indexed is not None:

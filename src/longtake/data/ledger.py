@@ -1,7 +1,7 @@
-"""The ledger: a record of the clips that each optimizer step consumed, by identity.
+"""The ledger of a run: a record of the clips that each optimizer step consumed, by identity.
 
-launch_0000/launch.json     start step, world size, streams, plans, skipped batches
-launch_0000/rank_0000.bin   16 bytes per sample, appended after each update
+launch_0000/launch.json start step, world size, streams, plans, skipped batches
+launch_0000/rank_0000.bin 16 bytes per sample, appended after each update
 """
 
 import errno
@@ -59,7 +59,7 @@ _CRC_START = 0xFF  # makes zeros, which a power cut may leave, an invalid record
 
 
 class _Launch(TypedDict):
-    """Content of launch.json."""
+    """Content of launch.json, the ledger's description of one launch."""
 
     format: fsio.format_number(FORMAT)  # type: ignore[valid-type]
     start_step: fsio.Count
@@ -72,7 +72,10 @@ class _Launch(TypedDict):
 
 @dataclass(frozen=True)
 class Consumed:
-    """Samples that a run consumed, without abandoned steps; arrays have one entry per sample."""
+    """Samples that a run consumed, as arrays with one entry per sample.
+
+    Samples of steps that a resume or a rollback abandoned are not among them.
+    """
 
     identity: NDArray[np.uint64]  # first bytes of the identity, as `short_identity` returns them
     step: NDArray[np.int64]
@@ -88,7 +91,7 @@ class Consumed:
 
 
 class StepSamples(NamedTuple):
-    """Samples of one rank in one step, each as (identity, epoch)."""
+    """Samples that one rank trained or rejected in one step, each as (clip's identity, epoch)."""
 
     step: int
     stream: str  # `stage/source`
@@ -97,7 +100,7 @@ class StepSamples(NamedTuple):
 
 
 class Ledger:
-    """Appends the samples that this rank consumed to the folder of a launch (`begin_launch`).
+    """Appends the samples that this rank trained to its launch's folder (`begin_launch`).
 
     Ranks of one context-parallel group have the same clips: `counts` is True for one of them, and
     the others record only that a step is done.
@@ -113,7 +116,7 @@ class Ledger:
         self._streams = {name: index for index, name in enumerate(streams)}
 
     def record(self, samples: StepSamples) -> None:
-        """Record one step's samples; called after its update.
+        """Record the samples of one training step; called after its update.
 
         Raises:
             DataError: the file cannot be written.
@@ -129,7 +132,7 @@ class Ledger:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def flush(self) -> None:
-        """Wait until all records are on disk.
+        """Wait until all records of samples are on disk.
 
         Raises:
             DataError: the file cannot be written.
@@ -166,7 +169,7 @@ def _packed(identity: str, epoch: int, step: int, stream: int) -> bytes:
 
 
 def with_crc(record: bytes) -> bytes:
-    """Return a record with its checksum appended."""
+    """Return the record of one sample with its checksum appended."""
     checksum = _CRC_START
     for byte in record:
         checksum = _CRC[checksum ^ byte]
@@ -174,7 +177,7 @@ def with_crc(record: bytes) -> bytes:
 
 
 def stream_names(data: DataSection) -> list[str]:
-    """Return `stage/source` of each stream of a recipe, in the order that the ledger numbers."""
+    """Return `stage/catalog` for each such pair of a recipe, as a ledger numbers them."""
     return [f"{stage.name}/{source}" for stage in data.curriculum() for source in data.sources()]
 
 
@@ -186,7 +189,9 @@ def begin_launch(
     history: Sequence[PlanRecord],
     skipped: Sequence[tuple[int, int]] = (),
 ) -> Path:
-    """Make the folder of a new launch, also after a rollback, and return it; called on rank 0.
+    """Make the ledger folder of a new launch and return it; called on rank 0.
+
+    A run that rolls back gets a new one, too.
 
     Args:
         ledger: the folder of all launches.
@@ -223,7 +228,7 @@ def begin_launch(
 
 
 def read_ledger(ledger: Path) -> Consumed:
-    """Return the samples that a run consumed and did not abandon.
+    """Read the samples that a run trained; without steps that a resume or rollback abandoned.
 
     Raises:
         DataError: there is no ledger, or it is damaged.
@@ -261,7 +266,7 @@ def read_ledger(ledger: Path) -> Consumed:
 
 
 def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[np.uint64]:
-    """Return the first bytes of identities as numbers [N]; each identity has at least 7 bytes."""
+    """Return the first bytes of clips' identities as numbers [N]; each has at least 7 bytes."""
     if not len(identities):
         return np.empty(0, np.uint64)  # cannot be reshaped
     octets = np.ascontiguousarray(identities).view(np.uint8).reshape(len(identities), -1)
@@ -272,7 +277,7 @@ def short_identity(identities: NDArray[np.void] | NDArray[np.uint8]) -> NDArray[
 
 
 def damage(ledger: Path) -> str | None:
-    """Return why the launches of a ledger are damaged or incomplete, or None if they are whole."""
+    """Return the reason why a ledger is damaged or incomplete; None if it is whole."""
     try:
         _launches(_launch_folders(ledger))
     except DataError as error:
@@ -281,7 +286,7 @@ def damage(ledger: Path) -> str | None:
 
 
 def newest_history(ledger: Path) -> Sequence[PlanRecord]:
-    """Return the run's plans as the newest launch recorded them.
+    """Return the run's data plans as the newest launch recorded them in the ledger.
 
     Raises:
         DataError: there is no ledger, or that launch's file is damaged.
@@ -299,7 +304,7 @@ def num_records(ledger: Path) -> int:
 
 
 def _launches(folders: Sequence[Path]) -> list[_Launch]:
-    """Return the content of each launch.json; raise if an earlier launch is missing."""
+    """Return the content of each launch's launch.json; raise if an earlier launch is missing."""
     there = {_number(folder) for folder in folders}
     # The first number without a folder must come after all that exist.
     missing = [number for number in range(len(there) + 1) if number not in there]
@@ -329,7 +334,7 @@ def _number(folder: Path) -> int:
 
 
 def with_checksum(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a launch.json with the hash of all other keys as `checksum`."""
+    """Return the content of a launch.json with a hash of all its other keys as `checksum`."""
     others = {name: value for name, value in facts.items() if name != "checksum"}
     text = json.dumps(others, sort_keys=True, separators=(",", ":"))
     return {**others, "checksum": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
@@ -350,7 +355,7 @@ def _launch(folder: Path) -> _Launch:
 
 
 def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
-    """Return all ranks' records of a launch, and the step up to which every rank has some.
+    """Read all ranks' records of a launch; return them with the step up to which all have some.
 
     A process that was killed may leave half a record, or a step that not all ranks have done.
     """
@@ -371,7 +376,7 @@ def _records(folder: Path, launch: _Launch) -> tuple[NDArray[np.void], int]:
 
 
 def _records_of_rank(path: Path) -> NDArray[np.void]:
-    """Check and return one rank's records, without half a record or zeros at the end."""
+    """Check and return one rank's records of samples, without half a record or zeros at the end."""
     try:
         data = fsio.read_regular(path, _MOST_BYTES)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Batches by global step, decoded ahead of training or read from a cache.
+"""Provides the batch of each global step, decoded ahead of training or read from a cache.
 
 The batch of a step does not depend on ranks, workers or where the run was resumed. A clip that
 cannot be decoded is quarantined, and a real clip of the batch takes its place with weight 0.
@@ -38,7 +38,7 @@ PREFETCH_BATCHES = 3  # minimum number of batches decoded ahead of the training 
 
 
 class UpcomingSamples(NamedTuple):
-    """Planned samples of the next batch."""
+    """Clip shape and seeds of the next batch's samples, so that their noise can be drawn ahead."""
 
     bucket: Bucket
     seeds: tuple[int, ...]
@@ -46,7 +46,7 @@ class UpcomingSamples(NamedTuple):
 
 @dataclass
 class Prefetch:
-    """Batches that are fetched ahead of the training step, in order."""
+    """Batches that are decoded or read ahead of the training step, in order."""
 
     source: SampleSource  # closed together with this object
     assembler: BatchAssembler
@@ -62,7 +62,7 @@ class Prefetch:
     def fill(
         self, history: PlanHistory, skipped: SkippedRanges, step: int, end: int | None
     ) -> None:
-        """Begin batches from `step` on, leaving out skipped ones, until enough are waiting."""
+        """Begin to fetch batches from `step` on, except skipped ones, until enough are waiting."""
         if not self.waiting or self.waiting[0].planned.step != step:  # it was skipped
             self.waiting.clear()
             self._following = step
@@ -143,7 +143,7 @@ class Loader:
 
     @property
     def plan_history(self) -> PlanHistory:
-        """Plans of the run: from a loaded state, or else a single one that starts a new run.
+        """Data plans of the run: from a loaded state, or else a single one that starts a new run.
 
         Raises:
             DataError: a stage selects no clip, or the stages do not fit together.
@@ -153,7 +153,7 @@ class Loader:
         return self._plan_history
 
     def skip(self, first: int, end: int) -> None:
-        """Skip the batches `first` to `end - 1`, except those that are already trained.
+        """Never train the batches `first` to `end - 1`, except those that are already trained.
 
         They count as consumed even if the data changes: their clips come again in the next epoch.
         They remain skipped when the state of an earlier step is loaded. If the data may have
@@ -292,9 +292,9 @@ class Loader:
                 yield batch
 
     def upcoming(self) -> UpcomingSamples | None:
-        """Return the planned samples of the next batch, or None before it is planned.
+        """Return shape and seeds of the next batch's samples, or None before it is planned.
 
-        Clips may still fail.
+        Clips may still fail to decode.
         """
         if not self._waiting:
             return None
@@ -305,8 +305,8 @@ class Loader:
         """Return the next batch if all its clips are already decoded, else None.
 
         The loader's state does not change. Another batch may follow instead after `skip`, and other
-        samples after clips were quarantined. With a cache, and for a batch that needs fillers, the
-        result is None.
+        samples after clips were quarantined. With a cache, and for a batch in which a clip has
+        failed, the result is None.
         """
         if not self._waiting:
             return None

@@ -1,4 +1,4 @@
-"""Any number of media in a temporary database on disk, sorted by their files.
+"""A list of any number of media (files to index) in a temporary database on disk, sorted.
 
 The database is SQLite's own temporary file (in SQLITE_TMPDIR or TMPDIR), of some hundred bytes for
 each item. It has no name, so it disappears when the process ends.
@@ -28,7 +28,7 @@ _Row = tuple[Any, ...]
 
 
 def open_scratch(*tables: str) -> sqlite3.Connection:
-    """Return a private database in a nameless temporary file, with these tables."""
+    """Return a new database with these tables in a nameless temporary file."""
     # An empty name makes SQLite create a temporary file and delete it at once.
     database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
     for statement in (
@@ -51,7 +51,7 @@ def as_name(data: bytes) -> str:
 
 
 class MediaList:
-    """List of media on disk: added in any order, then sorted and deduplicated by `settle`."""
+    """Videos and images to index, on disk: added in any order, then sorted by `settle`."""
 
     def __init__(self) -> None:
         self._database = open_scratch(f"mentions ({_COLUMNS})", f"items ({_COLUMNS})")
@@ -65,7 +65,7 @@ class MediaList:
         self._insert("mentions", map(_row_of, items))
 
     def settle(self) -> None:
-        """Sort the added items by file and span, and join all mentions of a video or image.
+        """Sort the added media by file and span, and join all mentions of a video or image.
 
         Raises:
             DataError: a video or image has two captions.
@@ -87,7 +87,7 @@ class MediaList:
             yield row
 
     def caption(self, text_of: Callable[[Media], str], *, every: bool) -> None:
-        """Set the caption of every item, or only of those without one."""
+        """Set the caption of every video and image, or only of those that have none."""
         # Pages by rowid: a cursor that is open while its table changes would be undefined.
         rowid, where = 0, "" if every else "AND caption IS NULL"
         query = f"SELECT rowid, * FROM items WHERE rowid > ? {where} LIMIT {_ROWS_IN_MEMORY}"  # noqa: S608 - of constants
@@ -101,7 +101,7 @@ class MediaList:
         return map(_item_of, self._database.execute("SELECT * FROM items ORDER BY rowid"))
 
     def by_file(self) -> Iterator[list[Item]]:
-        """Yield lists of items that share a file: the file itself, and spans of it."""
+        """Yield for each file the list of its items: the file itself, and spans (scenes) of it."""
         rows = self._database.execute("SELECT * FROM items ORDER BY rowid")
         for _, same in groupby(rows, itemgetter(_WHOLE)):
             yield [_item_of(row) for row in same]
@@ -149,7 +149,7 @@ def _item_of(row: _Row) -> Item:
 
 
 def _joined(mentions: list[_Row]) -> _Row:
-    """Merge several mentions of one video or image into a single row."""
+    """Merge several mentions of one video or image in the sources into a single row."""
     if len(mentions) == 1:
         return mentions[0]
     items = [_item_of(row) for row in mentions]

@@ -1,4 +1,4 @@
-"""The order of the data: pure functions of (sizes, batch sizes, seed, number of the batch).
+"""The order in which clips are trained: functions of (sizes, batch sizes, seed, batch number).
 
 Each bucket of an `EpochSpan` is a stream of its clips, epoch after epoch, each epoch in its own
 keyed permutation, cut into batches; an incomplete batch is filled from the next epoch. A bucket b
@@ -23,7 +23,7 @@ _NUM_ROUNDS = 12
 
 @dataclass(frozen=True)
 class BatchIndex:
-    """Clips of one batch of an `EpochSpan`, as positions in their bucket."""
+    """The clips of one batch of an `EpochSpan`, as positions in their bucket (clip shape)."""
 
     epoch: int  # epoch in which this batch is counted
     number: int  # number of earlier batches of that epoch
@@ -36,7 +36,7 @@ class BatchIndex:
 
 @dataclass(frozen=True)
 class EpochSpan:
-    """Whole epochs over fixed buckets, as a list of batches that is never stored."""
+    """Whole epochs of fixed buckets (clip shapes), as a list of batches that is never stored."""
 
     sizes: tuple[int, ...]  # number of clips of each bucket; empty buckets are never visited
     batch_size: int  # samples per batch over all ranks, unless `batch_sizes` is set
@@ -55,7 +55,7 @@ class EpochSpan:
 
     @cached_property
     def num_batches(self) -> int | None:
-        """Number of batches of all epochs; None if the span is endless."""
+        """Number of batches of all epochs together; None if there is no last epoch."""
         return None if self.num_epochs is None else self._begin(self.num_epochs)
 
     def batch_size_of(self, bucket: int) -> int:
@@ -63,20 +63,20 @@ class EpochSpan:
 
     @cached_property
     def batches_per_epoch(self) -> Fraction:
-        """Mean number of batches per epoch; incomplete batches are filled from the next."""
+        """Mean number of batches per epoch; an incomplete batch is filled from the next epoch."""
         return sum((Fraction(size, batch) for size, batch in self._pairs), Fraction(0))
 
     @cached_property
     def _pairs(self) -> list[tuple[int, int]]:
-        """Clips in an epoch and samples per batch, for each bucket."""
+        """For each bucket, the number of its clips in an epoch and of samples in its batches."""
         return [(size, self.batch_size_of(bucket)) for bucket, size in enumerate(self.sizes)]
 
     def epoch_start(self, epoch: int) -> int:
-        """Return the number of the first batch of an epoch."""
+        """Return the number of an epoch's first batch."""
         return self._begin(epoch - self.first_epoch)
 
     def epoch_of(self, index: int) -> int:
-        """Return the epoch in which a batch is counted; after the last batch, the next epoch."""
+        """Return the epoch in which a batch is counted; the next epoch after the last batch."""
         assert index >= 0
         if self.num_batches is not None and index >= self.num_batches:
             assert self.num_epochs is not None
@@ -89,7 +89,7 @@ class EpochSpan:
         return self.first_epoch + epoch
 
     def batch(self, index: int) -> BatchIndex:
-        """Return the positions of a batch's clips by its number in the span."""
+        """Return the clips of a batch by the batch's number, as positions in their bucket."""
         assert self.num_batches is None or index < self.num_batches
         epoch = self.epoch_of(index)
         number = index - self.epoch_start(epoch)
@@ -100,7 +100,7 @@ class EpochSpan:
         return BatchIndex(epoch, number, bucket, *self._samples(bucket, stream))
 
     def left_at(self, index: int) -> dict[int, list[Indices]]:
-        """Return the clips not consumed before batch `index`, as positions by epoch and bucket."""
+        """Return the clips that no batch before `index` has, as positions by epoch and bucket."""
         ended = self.num_batches is not None and index >= self.num_batches
         epoch = self.epoch_of(index) - int(ended)
         done = index - self.epoch_start(epoch)
@@ -117,7 +117,10 @@ class EpochSpan:
     def _left_of_bucket(
         self, bucket: int, epoch: int, done: Indices
     ) -> Iterator[tuple[int, Indices]]:
-        """Yield (epoch, positions) of a bucket's clips to an epoch's end that are not in `done`."""
+        """Yield (epoch, positions) of a bucket's clips up to an epoch's end that no batch has yet.
+
+        `done` are the batches of that epoch, counted within the bucket, that are trained.
+        """
         size, local = self.sizes[bucket], epoch - self.first_epoch
         batch_size = self.batch_size_of(bucket)
         # The bucket's first batch of this epoch, which may hold samples of the epoch before.
@@ -129,7 +132,7 @@ class EpochSpan:
             yield own, positions[epochs == own]
 
     def _begin(self, local_epoch: int) -> int:
-        """Return the number of batches before an epoch, counted from the span's first as 0."""
+        """Return the number of all batches before an epoch; `local_epoch` counts from 0."""
         whole = sum(local_epoch * size // batch for size, batch in self._pairs)
         if local_epoch != self.num_epochs:
             return whole
@@ -137,7 +140,7 @@ class EpochSpan:
         return whole + sum(local_epoch * size % batch > 0 for size, batch in self._pairs)
 
     def _shuffled(self, epoch: int, numbers: Indices) -> tuple[Indices, Indices]:
-        """Map the numbers of batches within an epoch to (buckets, batches of these buckets)."""
+        """Map batch numbers in an epoch's mixed order to (buckets, numbers within the buckets)."""
         firsts, counts = self._batches_of(epoch)
         ends = np.cumsum(counts)
         # The batches of all buckets are numbered in a row and permuted, so that buckets are mixed.
@@ -160,7 +163,7 @@ class EpochSpan:
         return firsts, ends - firsts
 
     def _samples(self, bucket: int, stream: Indices) -> tuple[Indices, Indices]:
-        """Map places in a bucket's stream of samples to (positions of clips, epochs)."""
+        """Map places in a bucket's sequence of samples, over all epochs, to (clips, epochs)."""
         size = self.sizes[bucket]
         if self.num_epochs is not None:
             stream = stream[stream < self.num_epochs * size]
@@ -175,7 +178,7 @@ class EpochSpan:
 
 
 def _ascending(epochs: Indices) -> list[int]:
-    """Return the distinct epochs in an ascending array; faster than np.unique for few of them."""
+    """Return the distinct values of an ascending array of epochs; faster than np.unique."""
     if not len(epochs):
         return []
     borders = np.flatnonzero(np.diff(epochs)) + 1
@@ -233,7 +236,7 @@ def _round_keys(key: tuple[int | str, ...]) -> NDArray[np.uint64]:
 
 
 def shares(count: int, weights: Sequence[float]) -> list[int]:
-    """Split the first `count` batches or clips by weights, as evenly as possible.
+    """Split the first `count` batches or clips among catalogs or buckets by their weights.
 
     The first part has round(count w); the rest is split among the others in the same way. The
     arithmetic is exact, so that the result is the same on every machine.

@@ -58,12 +58,12 @@ _NUMBERS: dict[str, np.dtype[Any]] = {"U64": np.dtype("<u8"), "U32": np.dtype("<
 
 
 class DamagedPackError(ValueError):
-    """Raised for a pack that cannot be used at all, such as one that was cut off."""
+    """Raised for a pack file of a cache that cannot be used at all, such as a truncated one."""
 
 
 @dataclass(frozen=True)
 class CacheEntry:
-    """Key and description of a cache entry, whether the cache holds it or not."""
+    """Key and description of a cache entry (latents, embeddings ...) that may or may not exist."""
 
     kind: str  # one of `CACHE_KINDS`
     key: str  # 32 hex digits
@@ -71,7 +71,7 @@ class CacheEntry:
 
 
 class _Part(NamedTuple):
-    """Layout of one tensor of an entry: its stored form and the form in which it is read."""
+    """Layout of one tensor of a cache entry: its form in the file, and that in which it is read."""
 
     name: str
     stored: str  # dtype in the file, as safetensors names it
@@ -80,12 +80,12 @@ class _Part(NamedTuple):
     rows: int  # length of the first dimension when read; rows that are not stored are zeros
 
     def num_bytes(self) -> int:
-        """Return the size of the tensor in the file."""
+        """Return the bytes that the tensor takes in the file."""
         return math.prod(self.shape) * _TYPES[self.stored].itemsize
 
 
 class _Run(NamedTuple):
-    """Table of where entries are stored, sorted by the first half of their keys."""
+    """Table of the places of cache entries in files, sorted by the first half of their keys."""
 
     high: NDArray[np.uint64]  # first half of the key
     low: NDArray[np.uint64]  # second half
@@ -96,7 +96,7 @@ class _Run(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """Contents of a pack's header."""
+    """Contents of the header of a pack (a file of cache entries)."""
 
     name: str
     size: int
@@ -111,7 +111,7 @@ class _Place(NamedTuple):
 
 
 class PackIndex:
-    """Finds and reads the entries of all packs of a folder.
+    """Finds and reads the cache entries in all packs (files of entries) of a cache's folder.
 
     Each process has its own index. A new one knows all packs that exist; `refresh` looks for packs
     that other processes have written since. Methods may be called from several threads.
@@ -148,11 +148,11 @@ class PackIndex:
         return sum(len(run.high) for run in self._runs)
 
     def holds(self, entry: CacheEntry) -> bool:
-        """Return whether a complete pack holds the entry; its content is not read."""
+        """Return true if a complete pack holds this cache entry; its content is not read."""
         return next(self._places(entry.key), None) is not None
 
     def read(self, entry: CacheEntry) -> dict[str, Tensor]:
-        """Return the tensors of an entry, by name.
+        """Read the tensors of a cache entry, by name.
 
         Raises:
             ClipError: no pack holds the entry, it is damaged, or it cannot be read.
@@ -179,7 +179,7 @@ class PackIndex:
         raise failure or errors.ClipError(self.folder / entry.kind, reason)
 
     def written(self, name: str) -> None:
-        """Add a pack that this process wrote; once a minute, look for packs of other processes."""
+        """Add a pack that this process wrote; look for packs of other processes once a minute."""
         if time.monotonic() - self._listed_at > _REFRESH_SECONDS:
             self.refresh()
             return
@@ -204,7 +204,7 @@ class PackIndex:
                         self._damaged.add((known, key))
 
     def save(self) -> None:
-        """Write the places of all entries to an index file, which later processes map to memory."""
+        """Write the places of all cache entries to a file that later processes map to memory."""
         with self._lock:
             if len(self._runs) == self._num_saved:
                 return
@@ -234,7 +234,7 @@ class PackIndex:
                     other.unlink(missing_ok=True)
 
     def _load(self) -> None:
-        """Map the newest index file that is intact."""
+        """Map the newest intact file with places of cache entries to memory."""
         found = sorted(
             (path.stat().st_mtime_ns, path) for path in (self.folder / "index").glob(f"*{_SUFFIX}")
         )
@@ -306,7 +306,7 @@ class PackIndex:
         return found
 
     def _refuse(self, place: _Place, entry: CacheEntry, error: ValueError) -> None:
-        """Record a damaged entry or pack, so that every process computes it again."""
+        """Record that a cache entry or pack is damaged, so that every process computes it again."""
         name = self._packs[place.pack]
         if isinstance(error, DamagedPackError):
             self._is_there[place.pack] = False
@@ -318,7 +318,7 @@ class PackIndex:
             (self.folder / "damaged" / f"{Path(name).name}.{entry.key}").touch()
 
     def _put_aside(self, name: str, reason: str) -> None:
-        """Move a damaged pack to the folder of damaged ones."""
+        """Move a damaged pack file to the folder of damaged ones."""
         path, folder = self._path(name), self.folder / "damaged"
         self.refused[path] = f"{reason}, and was moved to {folder}; its entries are computed again"
         with suppress(OSError):
@@ -399,7 +399,7 @@ class PackIndex:
 
 @dataclass
 class _OpenPack:
-    """Entries in memory that are not yet in a file."""
+    """Cache entries in memory that will be written to one pack file."""
 
     since: float
     header: dict[str, tuple[str, tuple[int, ...]]]
@@ -409,7 +409,7 @@ class _OpenPack:
 
 
 class PackWriter:
-    """Collects entries in memory and writes them as packs, the last ones when the block ends.
+    """Collects cache entries in memory and writes them as packs; the last when the context ends.
 
     Raises:
         DataError: a pack cannot be written.
@@ -429,12 +429,12 @@ class PackWriter:
             self._write(kind)
 
     def holds(self, entry: CacheEntry) -> bool:
-        """Return whether an entry waits in memory or is in a pack."""
+        """Return true if a cache entry waits in memory or is in a pack."""
         pack = self._open.get(entry.kind)
         return (pack is not None and entry.key in pack.metadata) or self._index.holds(entry)
 
     def add(self, entry: CacheEntry, tensors: Mapping[str, Tensor]) -> None:
-        """Add an entry, which is written with its pack.
+        """Add the tensors of a cache entry, which is written with its pack.
 
         The file holds float32 as bfloat16 where that is exact, and no rows of zeros at the end;
         `read` restores both.
@@ -505,7 +505,7 @@ def _text_of(parts: Sequence[_Part]) -> str:
 
 
 def _checksum(key: str, layout: str, contents: Sequence[Tensor]) -> int:
-    """Return the lower half of XXH3-64 over an entry; it detects damage, not tampering."""
+    """Return the lower half of XXH3-64 over a cache entry; it detects damage, not tampering."""
     found = xxhash.xxh3_64(f"{key} {layout}".encode())
     for each in contents:
         found.update(each.numpy().data)
@@ -515,7 +515,7 @@ def _checksum(key: str, layout: str, contents: Sequence[Tensor]) -> int:
 def _header_of(
     tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> bytes:
-    """Return the header of a safetensors file, as bytes; the tensors must follow in this order."""
+    """Return the header of a safetensors file; its tensors must follow in this order."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     begin = 0
     for name, (kind, shape) in tensors.items():
@@ -556,7 +556,7 @@ def _facts_of(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
 def _entries_of(
     header: Mapping[str, Any], start: int, size: int
 ) -> Iterator[tuple[str, int, str, int]]:
-    """Yield (key, offset, layout, checksum) of a pack's entries, which must fill the file."""
+    """Yield (key, offset, layout, checksum) of each cache entry in a pack, which they must fill."""
     end = 0
     tensors = (name for name in header if name != "__metadata__")
     for key, names in groupby(tensors, key=lambda name: name.partition(".")[0]):
@@ -587,7 +587,7 @@ def _without_last_zeros(tensor: Tensor) -> Tensor:
 
 
 def _narrow(tensor: Tensor) -> Tensor:
-    """Return the tensor in bfloat16 if that is exact, else unchanged."""
+    """Convert a tensor to bfloat16 if that is exact; else return it unchanged."""
     if tensor.dtype != torch.float32:
         return tensor
     narrow = tensor.bfloat16()

@@ -1,4 +1,4 @@
-"""The plan: maps a global step to the clips of its batch, over stages, catalogs and epochs.
+"""The data plan: maps a global step to the clips of its batch, over stages, catalogs and epochs.
 
     Plan      the curriculum from one step on, until the data or the recipe changes
     └─ Stage  a span of the timeline; its batches come from one or several catalogs, by weights
@@ -48,7 +48,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True)
 class Part:
-    """Consecutive epochs of a stream over one set of clips."""
+    """Consecutive epochs over one set of clips, from one catalog in one stage."""
 
     epoch_span: order.EpochSpan
     members: BucketAssignment
@@ -59,12 +59,12 @@ class Part:
     expected: BucketAssignment | None = None
 
     def rows_at(self, bucket: int, positions: order.Indices, epochs: order.Indices) -> Rows:
-        """Return the catalog rows [N] at positions of a bucket, each in its epoch."""
+        """Return the catalog rows [N] of clips, by their positions in a bucket and their epochs."""
         key = self.epoch_span.seed, self.epoch_span.name
         return self.members.rows_at(bucket, positions, epochs, *key)
 
     def rows_in(self, epoch: int, bucket: int) -> Rows:
-        """Return the catalog rows of all clips that a bucket has in one epoch."""
+        """Return the catalog rows of all clips that a bucket (clip shape) has in one epoch."""
         if not self.members.shared:
             return self.members.rows[bucket]
         positions = np.arange(self.members.sizes[bucket])
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class OpenEpoch:
-    """An epoch of a stage that has begun and is not over."""
+    """An epoch of a stage that has begun and is not over, with the clips that it has left."""
 
     epoch: int
     catalog: Catalog
@@ -85,7 +85,7 @@ class OpenEpoch:
 
 @dataclass(frozen=True)
 class Stream:
-    """The batches of one catalog in one stage, as parts that follow each other."""
+    """The batches of one catalog in one stage, as parts (runs of epochs) that follow each other."""
 
     stage: str
     source: str
@@ -95,7 +95,7 @@ class Stream:
 
     @cached_property
     def starts(self) -> list[int]:
-        """Numbers of the first batch of each part, counted within the stream."""
+        """Number of the first batch of each part, counted from the catalog's first in the stage."""
         starts = [0]
         for part in self.parts[:-1]:
             assert part.epoch_span.num_batches is not None
@@ -108,7 +108,7 @@ class Stream:
         return None if last is None else self.starts[-1] + last
 
     def batch(self, index: int) -> tuple[Part, order.BatchIndex]:
-        """Return the part that a batch of this stream belongs to, and its clips there."""
+        """Return the part (run of epochs) that holds a batch of this stream, and its clips."""
         place = bisect_right(self.starts, index) - 1
         part = self.parts[place]
         return part, part.epoch_span.batch(index - self.starts[place])
@@ -121,7 +121,7 @@ class Stream:
         return self.parts[place].epoch_span.epoch_of(index - self.starts[place])
 
     def open_at(self, index: int) -> list[OpenEpoch]:
-        """Return the epochs of this stream that are unfinished before batch `index`."""
+        """Return this stream's epochs that are not over before batch `index`."""
         place = bisect_right(self.starts, index) - 1
         found = [_opened(self.parts[place], index - self.starts[place])]
         for part in self.parts[place + 1 :]:
@@ -133,7 +133,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage of a plan: its streams, and the weights by which they are mixed."""
+    """One stage of a data plan: the batches of each catalog, and the weights that mix them."""
 
     section: Stage  # the stage in the recipe
     streams: tuple[Stream, ...]
@@ -145,17 +145,17 @@ class StagePlan:
         return self.section.name
 
     def place(self, index: int) -> tuple[int, int]:
-        """Return the stream that gives a batch of this stage, and the batch's number there."""
+        """Return which catalog's stream gives a batch of this stage, and its number there."""
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
     def taken(self, index: int) -> list[int]:
-        """Return how many batches each stream gives before batch `index` of this stage."""
+        """Return how many of the stage's batches before `index` come from each catalog's stream."""
         return order.shares(index, self.weights) if len(self.streams) > 1 else [index]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Batches of a run from one global step on, until the data or the recipe changes."""
+    """All batches of a run from one global step on, until the data or the recipe changes."""
 
     version: int  # number of earlier plans of the run
     first_step: int  # global step at which it begins
@@ -167,12 +167,12 @@ class Plan:
 
     @property
     def end_step(self) -> int | None:
-        """Global step after the last batch; None if the plan is endless."""
+        """Global step after the plan's last batch; None if it is endless."""
         total = self.timeline.total
         return None if total is None else self.first_step + total
 
     def batch(self, step: int) -> PlannedBatch:
-        """Return the batch of a global step."""
+        """Return the clips of the batch of a global step."""
         number, index = self.timeline.at(step - self.first_step)
         stage = self.stages[number]
         which, index = stage.place(index)
@@ -194,9 +194,10 @@ class Plan:
         )
 
     def stage_at(self, step: int) -> tuple[str, int]:
-        """Return name and first step of a step's stage; from the middle of a ramp, the later stage.
+        """Return the name and first step of the stage that a step belongs to.
 
-        The first stage counts from the plan's begin, though an earlier plan may have begun it.
+        From the middle of a ramp on, it is the later stage. The first stage counts from the plan's
+        begin, though an earlier plan may have begun it.
         """
         borders = self.timeline.borders
         number = bisect_right(borders, step - self.first_step) - 1
@@ -206,13 +207,13 @@ class Plan:
         return [stream for stage in self.stages for stream in stage.streams]
 
     def taken(self, step: int) -> list[list[int]]:
-        """Return how many batches of each stage and stream come before a global step."""
+        """Return how many batches of each stage and each of its catalogs come before a step."""
         taken = self.timeline.taken(step - self.first_step)
         return [stage.taken(index) for stage, index in zip(self.stages, taken, strict=True)]
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of the plan's clips, buckets and lengths as 32 hex digits."""
+        """Hash of the data plan's clips, buckets and lengths as 32 hex digits."""
         # Resuming compares it with the record of a run: a change to these bytes refuses old runs.
         digest = hashlib.blake2b(digest_size=16)
         for stage in self.stages:
@@ -240,7 +241,7 @@ class Plan:
 
 
 def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int) -> Plan:
-    """Return the plan of a new run.
+    """Make the data plan of a new run, from step 0.
 
     Raises:
         DataError: a stage selects no clip, or the stages do not fit together.
@@ -264,7 +265,7 @@ def fresh_stage(
     batch_size: int,
     seed: int,
 ) -> StagePlan:
-    """Return the plan of a stage that has not begun."""
+    """Make the plan of a stage of the curriculum of which no batch was trained."""
     weights = stage_weights(stage, catalogs, data)
     selections = {source: select(catalogs[source], stage, data) for source in weights}
     weights = repeated_weights(weights, selections, stage, data)
@@ -285,7 +286,7 @@ def fresh_stage(
 
 
 def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> tuple[int, ...]:
-    """Return the batch size of each bucket, or an empty tuple if no bucket sets one."""
+    """Return the batch size of each bucket (clip shape), or () if no bucket sets its own."""
     size = stage.global_batch_size or batch_size
     has_own = any(shape.batch_size for shape in shapes)
     return tuple(shape.batch_size or size for shape in shapes) if has_own else ()
@@ -294,7 +295,7 @@ def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> 
 def stage_weights(
     stage: Stage, catalogs: Mapping[str, Catalog], data: DataSection
 ) -> dict[str, float]:
-    """Return the weights of a stage's catalogs, without those of weight 0.
+    """Return the weights by which a stage mixes its catalogs, without catalogs of weight 0.
 
     Raises:
         DataError: every weight is 0, or epochs are set for several catalogs.
@@ -317,7 +318,7 @@ def stage_weights(
 def repeated_weights(
     weights: dict[str, float], selections: Mapping[str, Selection], stage: Stage, data: DataSection
 ) -> dict[str, float]:
-    """Return weights in proportion to the clips of each catalog, times its `data.repeats`.
+    """Return weights of catalogs in proportion to their clips, times their `data.repeats`.
 
     Without `data.repeats`, or if the stage has its own weights, `weights` are returned unchanged.
     """
@@ -330,7 +331,7 @@ def repeated_weights(
 
 
 def num_epochs(stage: Stage, source: str, data: DataSection) -> int | None:
-    """Return the epochs of a catalog in a stage: the stage's `epochs` times `data.repeats`."""
+    """Return the number of a catalog's epochs in a stage: `epochs` times `data.repeats`."""
     return None if stage.epochs is None else stage.epochs * data.repeats.get(source, 1)
 
 
@@ -341,7 +342,7 @@ def assemble_plan(
     batch_size: int,
     lengths: Sequence[int | None] | None = None,
 ) -> Plan:
-    """Put stages on a timeline; `lengths` replace the stages' own numbers of steps.
+    """Make a plan of stages that follow each other; `lengths` replace their numbers of steps.
 
     Raises:
         DataError: a stage is shorter than its share of the ramps.
@@ -364,7 +365,7 @@ def assemble_plan(
 
 
 def stage_length(stage: StagePlan) -> int | None:
-    """Return the number of steps of a stage; None if it is endless."""
+    """Return the number of training steps of a stage; None if it is endless."""
     if stage.section.steps is not None:
         return stage.section.steps
     # Epochs of the catalogs of a mixture end at different steps, so it has no length of its own.

@@ -1,7 +1,7 @@
-"""The plans that a run has followed: rebuilt from a small record, continued after a change.
+"""The data plans that a run has followed, rebuilt from a small record in its checkpoints.
 
-The record is part of a checkpoint. It holds for each plan the step at which it began, its policy,
-and what it was made from (fingerprints, batch size, stages). Copies of the catalogs are kept.
+The record holds for each plan the step at which it began, its policy, and what it was made from
+(fingerprints, batch size, stages). Copies of the catalogs are kept.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ Span = tuple[int, int]  # [first, end)
 
 
 class CatalogNames(TypedDict):
-    """Hashes of a catalog: `fingerprint` of its clips, `edition` also of all attributes."""
+    """Two hashes of a catalog: `fingerprint` of its clips, `edition` also of all attributes."""
 
     fingerprint: str
     edition: FileName
 
 
 class PlanRecord(TypedDict):
-    """Record of how one plan began."""
+    """Record of one data plan: the step at which it began, and what it was made from."""
 
     step: Count
     policy: Literal["start"] | Policy
@@ -66,13 +66,13 @@ History = Annotated[list[PlanRecord], Field(min_length=1), AfterValidator(_ascen
 
 @dataclass(frozen=True)
 class SkippedRanges:
-    """Numbers of batches that are never trained, as half-open ranges."""
+    """Numbers of batches that are never trained, such as after a rollback, as half-open ranges."""
 
     spans: tuple[Span, ...] = ()  # ascending, not empty, not adjacent
 
     @classmethod
     def of(cls, spans: Iterable[Iterable[int]]) -> Self:
-        """Return the union of half-open ranges in any order, which may overlap.
+        """Return the union of half-open ranges of batches, in any order; they may overlap.
 
         Raises:
             DataError: a range is negative or ends before it begins.
@@ -92,11 +92,11 @@ class SkippedRanges:
         return cls(tuple(merged))
 
     def count(self, first: int, end: int) -> int:
-        """Return the number of skipped batches among `first` to `end - 1`."""
+        """Return the number of skipped batches among batches `first` to `end - 1`."""
         return sum(max(0, min(end, last) - max(first, begun)) for begun, last in self.spans)
 
     def with_(self, spans: Iterable[Span], since: int) -> "SkippedRanges":
-        """Return the union with further ranges; their numbers below `since` are ignored."""
+        """Return the union with further ranges of batches, without their numbers below `since`."""
         cut = ((max(first, since), max(end, since)) for first, end in spans)
         return SkippedRanges.of([*self.spans, *cut])
 
@@ -107,18 +107,21 @@ class SkippedRanges:
         return any(number in range(first, end) for first, end in self.spans)
 
     def next_kept(self, number: int) -> int:
-        """Return the first number from `number` on that is not skipped."""
+        """Return the first batch from number `number` on that is not skipped."""
         return next((end for first, end in self.spans if first <= number < end), number)
 
     def last_kept(self, number: int) -> int:
-        """Return the last number up to `number` that is not skipped; may be -1."""
+        """Return the last batch up to number `number` that is not skipped; may be -1."""
         for first, end in reversed(self.spans):
             if first <= number < end:
                 number = first - 1
         return number
 
     def first_skipped(self, number: int) -> int:
-        """Return the first number of the range that holds or ends at `number`; else `number`."""
+        """Return the first batch of the skipped range that holds or ends at `number`, if any.
+
+        Else it returns `number`.
+        """
         return next((first for first, end in self.spans if first <= number <= end), number)
 
     def after(self, number: int, count: int) -> int:
@@ -132,7 +135,7 @@ class SkippedRanges:
 
 @with_other_fields
 class LoaderState(TypedDict):
-    """State of a `Loader`, as `Loader.state_dict` returns it."""
+    """State of a `Loader` in a checkpoint, as `Loader.state_dict` returns it."""
 
     order_version: int
     global_step: Count
@@ -145,7 +148,7 @@ class LoaderState(TypedDict):
 
 @dataclass(frozen=True)
 class PlanHistory:
-    """Plans that a run has followed, the newest last, with one record each."""
+    """The data plans that a run has followed, the newest last, and a record of each."""
 
     plans: tuple[Plan, ...]
     history: tuple[PlanRecord, ...]  # one record for each plan
@@ -161,7 +164,7 @@ class PlanHistory:
         return self.plan.end_step
 
     def stage_before_change(self) -> StagePlan | None:
-        """Return the stage that was trained before a change, if a plan was just made for one."""
+        """Return the stage that was trained until the data changed; None if it did not just now."""
         if not self.changes or len(self.plans) < 2:
             return None
         before, step = self.plans[-2], self.plan.first_step
@@ -173,11 +176,11 @@ class PlanHistory:
         return self.plan_at(step).batch(step)
 
     def plan_at(self, step: int) -> Plan:
-        """Return the plan that a global step belongs to."""
+        """Return the data plan by which a global step is trained."""
         return self.plans[bisect_right([plan.first_step for plan in self.plans], step) - 1]
 
     def stage_at(self, step: int) -> tuple[str, int]:
-        """Return name and first step of a step's stage, also across plans."""
+        """Return the name and first step of the stage of a global step, under any plan."""
         plan = self.plan_at(step)
         name, first = plan.stage_at(step)
         # A plan's first stage may have begun in the plan before.
@@ -187,7 +190,7 @@ class PlanHistory:
         return name, first
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return stage, epoch and step in the epoch before a step, and the batches of each stream.
+        """Return stage, epoch and step in the epoch at a global step, and batches by catalog.
 
         The end of an epoch is step 0 of the next.
         """
@@ -207,7 +210,7 @@ class PlanHistory:
 def start(
     catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int
 ) -> PlanHistory:
-    """Return the history of a new run, with one plan."""
+    """Return the history of a new run, with its first data plan."""
     plan = begin(catalogs, data, batch_size, seed)
     return PlanHistory((plan,), (_entry(plan, "start", catalogs, data),))
 
@@ -221,7 +224,7 @@ def resume(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
-    """Return the history of a run that resumes at a step, with a new plan if its data changed.
+    """Return the history of a run that resumes at a step; changed data adds a new plan.
 
     Raises:
         DataChangedError: something changed and `data.on_change` is `refuse`, or an old plan cannot
@@ -252,7 +255,7 @@ def rebuild(
     seed: int,
     kept: Path | None,
 ) -> PlanHistory:
-    """Rebuild the plans of a history, from the present catalogs or else from the kept ones.
+    """Rebuild a run's data plans from its records, and from the present or the kept catalogs.
 
     Raises:
         DataChangedError: a plan cannot be rebuilt from either.
@@ -273,7 +276,7 @@ def _rebuild(
     seed: int,
     kept: Path | None,
 ) -> tuple[Plan, bool]:
-    """Rebuild the plan of a record; also return whether the present catalogs give it."""
+    """Rebuild one data plan from its record; return also whether the present catalogs give it."""
     section = data.model_copy(update=parsed_order(entry))
     batch_size, policy = entry["batch_size"], entry["policy"]
     # Present catalogs first, as they hold the clips' present paths; kept copies are exact.
@@ -330,7 +333,7 @@ def _describe(
 def _refuse_earlier_stages(
     plans: Sequence[Plan], step: int, last: PlanRecord, data: DataSection
 ) -> None:
-    """Refuse work that is added before the run's current stage, as it would never be done."""
+    """Refuse a recipe with new work before the run's current stage, as it would never be done."""
     before = {
         stage.name: stage for stage in data.model_copy(update=parsed_order(last)).curriculum()
     }
@@ -388,7 +391,9 @@ def _order(data: DataSection) -> dict[str, Any]:
 
 
 def parsed_order(entry: PlanRecord) -> dict[str, Any]:
-    """Return the keys of `data` that a plan was made with, for `DataSection.model_copy`.
+    """Return the keys of the `data` section with which a plan was made, from its record.
+
+    They are for `DataSection.model_copy`.
 
     Raises:
         DataError: the record holds invalid keys.
@@ -407,7 +412,7 @@ def parsed_order(entry: PlanRecord) -> dict[str, Any]:
 def _catalogs_of(
     entry: PlanRecord, catalogs: Mapping[str, Catalog], kept: Path | None, *, use_kept: bool
 ) -> dict[str, Catalog]:
-    """Load the catalogs of a record: the present ones if they hold the same clips, else copies."""
+    """Load the catalogs of a data plan: the present ones if they have the same clips, or copies."""
     found = {}
     for source, names in entry["catalogs"].items():
         now, path = catalogs.get(source), _kept_path(kept, names["edition"])
@@ -433,7 +438,7 @@ def _kept_path(kept: Path | None, name: str) -> Path | None:
 
 
 def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: SkippedRanges) -> bool:
-    """Return whether a batch is the first batch of its epoch that is not skipped."""
+    """Return true if a batch is its epoch's first batch that is not skipped."""
     left, step, earlier = planned.number, planned.step, planned
     # Walks back over earlier batches of the same epoch, which must all be skipped.
     epoch = planned.stage, planned.source, planned.epoch
@@ -454,7 +459,7 @@ def begins_epoch(planned: PlannedBatch, plan_history: PlanHistory, skipped: Skip
 
 
 def keep_catalogs(plan_history: PlanHistory, catalogs: Mapping[str, Catalog], folder: Path) -> None:
-    """Save a copy of each catalog that the newest plan uses or was made from.
+    """Save a copy of each catalog that the newest data plan uses or was made from.
 
     Raises:
         DataError: the folder cannot be written.
@@ -486,7 +491,7 @@ def edition(catalog: Catalog) -> str:
 
 @dataclass(frozen=True)
 class CatalogDifference:
-    """Numbers of clips by which two catalogs differ, compared by identity."""
+    """Numbers of clips that were added, removed or changed between two catalogs."""
 
     added: int
     removed: int
@@ -507,7 +512,7 @@ class CatalogDifference:
 
 
 def compare(old: Catalog, new: Catalog) -> CatalogDifference:
-    """Compare two catalogs by the identities of their clips."""
+    """Count the clips that differ between two catalogs, by their identities."""
     added, removed = _without(new, old), _without(old, new)
     # Both catalogs are sorted by identity, so rows of common clips correspond.
     both_old = np.flatnonzero(pc.is_in(old.identities, value_set=new.identities).to_numpy(False))

@@ -1,11 +1,11 @@
-"""Clips that could not be read and are left out, on all ranks alike."""
+"""The quarantine: clips that could not be read and are left out, on all ranks alike."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from longtake.errors import DataError
 
 NOT_FINITE = "is encoded to"
-"""Text that marks the reason of a clip that failed in encoding, not in decoding."""
+"""Text in a clip's reason that tells that encoding failed, not decoding."""
 
 
 class Quarantine:
@@ -24,21 +24,21 @@ class Quarantine:
         return identity in self.clips or identity in self.failures
 
     def add(self, clips: Mapping[str, str]) -> None:
-        """Leave out clips that any rank has found, including this one."""
+        """Leave out clips that some rank could not read, from now on."""
         # Sorted, so that the state in a checkpoint is the same on all ranks.
         self.clips = dict(sorted({**self.clips, **clips}.items()))
         self.failures = {}
 
     def all_clips(self) -> dict[str, str]:
-        """Return all left-out clips with their reasons, also those of this rank alone."""
+        """Return all left-out clips with their reasons, also those that only this rank knows."""
         return {**self.clips, **self.failures}
 
     def restore(self, clips: Mapping[str, str]) -> None:
-        """Replace the left-out clips by those of a checkpoint."""
+        """Replace the quarantine by the left-out clips of a checkpoint."""
         self.clips, self.failures = dict(clips), {}
 
     def refuse_too_many(self) -> None:
-        """Raise DataError if more clips failed than allowed."""
+        """Raise DataError if more clips failed than `data.max_quarantined_clips` allows."""
         reasons = list(self.all_clips().values())
         if len(reasons) > self._most_clips:
             raise DataError(describe_too_many(reasons, "while training", self._most_clips))
@@ -53,12 +53,12 @@ def describe_too_many(reasons: Sequence[str], when: str, allowed: int) -> str:
 
 
 def verb_of(reasons: Iterable[str]) -> str:
-    """Return "encoded" if all reasons are failures of encoding, else "decoded"."""
+    """Return the verb for a message: "encoded" if encoding failed for each clip, else "decoded"."""
     return "encoded" if all(NOT_FINITE in each for each in reasons) else "decoded"
 
 
 def with_remedy(reason: str) -> str:
-    """Return why a clip failed, and a remedy if its file may be the cause."""
+    """Return the reason why a clip failed, and a remedy if its file may be the cause."""
     if NOT_FINITE in reason:
         return f"{reason}."
     return f"{reason}. Are the files still where they were indexed? Run longtake data index again."

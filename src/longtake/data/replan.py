@@ -1,4 +1,4 @@
-"""Plans that replace a run's plan in mid-run, because the data or the recipe changed.
+"""Makes the plan that replaces a run's data plan in mid-run, because data or recipe changed.
 
 Each stage, stream and open epoch is taken over by the recipe's `data.on_change`.
 """
@@ -33,7 +33,7 @@ def replan(
     batch_size: int,
     seed: int,
 ) -> Plan:
-    """Return the plan that replaces a run's newest plan from a global step on.
+    """Make the data plan that replaces a run's newest plan from a global step on.
 
     `finish` ends open epochs as they were and begins the next ones on the new catalogs. `merge`
     trains in the rest of an open epoch exactly those clips of the new catalog that it has not
@@ -71,7 +71,7 @@ _StreamProgress = tuple[Stream, int] | int
 
 @dataclass(frozen=True)
 class _StageProgress:
-    """Progress of a run in one stage, over all plans."""
+    """Progress of a run in one stage of its curriculum, added up over all its data plans."""
 
     steps: int
     streams: Mapping[str, _StreamProgress]  # progress by source
@@ -99,10 +99,10 @@ def _progress_by_stage(plans: Sequence[Plan], step: int) -> dict[str, _StageProg
 
 
 def remaining_stages(plans: Sequence[Plan], step: int, data: DataSection) -> tuple[Stage, ...]:
-    """Return the recipe's stages from the run's current (or last) one on.
+    """Return the recipe's stages from the one on that the run is in (or was last in).
 
     Raises:
-        DataChangedError: the current stage is not in the recipe.
+        DataChangedError: that stage is not in the recipe.
     """
     # A plan that replaced one after its last step may have no stages.
     newest = next(plan for plan in reversed(plans) if plan.stages)
@@ -126,7 +126,7 @@ def _with_ramp(stage: Stage, ramp_steps: int) -> Stage:
 
 @dataclass(frozen=True)
 class _Context:
-    """Arguments of `replan` that all stages of the new plan share."""
+    """Arguments of `replan` that the plans of all stages need."""
 
     version: int
     policy: Policy
@@ -138,7 +138,7 @@ class _Context:
     def take_over(
         self, stage: Stage, done: _StageProgress | None
     ) -> tuple[StagePlan, int | None, dict[str, int]]:
-        """Return the rest of a stage, its number of steps, and each catalog's next epoch."""
+        """Plan the rest of a stage; return it, its number of steps, and catalogs' next epochs."""
         if done is None:
             fresh = planning.fresh_stage(
                 stage, self.catalogs, self.data, self.batch_size, self.seed
@@ -195,9 +195,10 @@ class _Context:
         members: BucketAssignment,
         progress: _StreamProgress | None,
     ) -> tuple[list[Part], int]:
-        """Return the parts of a stream from now on, and the number of its first whole epoch.
+        """Return the runs of epochs (parts) that a catalog has left in a stage.
 
-        Parts are the rests of unfinished epochs, and then all whole epochs.
+        They are the rests of unfinished epochs, and then all whole epochs, whose first is returned
+        too.
         """
         begun, following = _begun(progress)
         parts = []
@@ -222,7 +223,7 @@ class _Context:
         *,
         is_newest: bool,
     ) -> Part | None:
-        """Return the part with the clips that an unfinished epoch still has to train, or None."""
+        """Return a part with the clips that an unfinished epoch has left to train; None if none."""
         catalog, expected = self.catalogs[source], None
         if self.policy == "restart":
             return None
@@ -257,7 +258,7 @@ class _Context:
 
 
 def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:
-    """Return the open epochs of a stream, and the first epoch that it has not begun."""
+    """Return a catalog's unfinished epochs in a stage, and the first that has not begun."""
     if progress is None or isinstance(progress, int):
         return [], progress or 0
     stream, index = progress

@@ -47,7 +47,7 @@ _DECIMALS = 6  # decimals of seconds in the table; `index` allows for this round
 
 @dataclass(frozen=True)
 class Scenes:
-    """Starts of the scenes of one video, in seconds from its first frame."""
+    """The scenes of one video: their starts, in seconds from its first frame, and the end."""
 
     starts: tuple[float, ...]  # ascending from 0
     end: float  # end of the last frame
@@ -55,7 +55,7 @@ class Scenes:
 
 @dataclass(frozen=True)
 class CutsTask(ClipTask[Item, Scenes]):
-    """Task that finds the scenes of one video by decoding all of it."""
+    """Task of a worker process: finds the scenes of one video by decoding all of it."""
 
     threshold: float = THRESHOLD
     limits: decode_limits.Limits = decode_limits.DEFAULT
@@ -153,7 +153,7 @@ def _cells(frame: VideoFrame, reformatter: VideoReformatter) -> NDArray[np.float
 def _peaks(
     steps: NDArray[np.float64], lasting: NDArray[np.float64], around: int, threshold: float
 ) -> list[int]:
-    """Return the indices of the steps between frames that are cuts."""
+    """Return the indices of the cuts among the differences of neighbouring frames."""
     around = min(max(3, around), _MOST_AROUND)
     found = []
     # Few steps pass this test, so the rest may be slow.
@@ -172,7 +172,7 @@ def _peaks(
 
 @dataclass
 class _SceneCounts:
-    """Counts of videos and scenes, for the report of `write_scenes`."""
+    """Numbers of videos, cuts and short scenes, for the report of `write_scenes`."""
 
     files: int = 0  # number of files that were decoded completely
     cuts: int = 0
@@ -180,7 +180,7 @@ class _SceneCounts:
     short_files: int = 0  # number of the left out scenes that are whole files without a cut
 
     def rows_of(self, place: str, scenes: Scenes, min_seconds: float) -> list[list[str]]:
-        """Count a video, and return a row for each scene that is long enough."""
+        """Count one video's scenes; return a table row for each scene that is long enough."""
         texts = [f"{start:.{_DECIMALS}f}" for start in scenes.starts]
         # The last scene has no end, so that rounding cannot remove its last frame.
         spans = list(zip(texts, [*texts[1:], ""], strict=True))
@@ -199,7 +199,7 @@ class _SceneCounts:
 
 @dataclass(kw_only=True)
 class ScenesReport(_SceneCounts):
-    """Result of `write_scenes`."""
+    """Result of `write_scenes`: numbers of videos and scenes, and the files that failed."""
 
     table: Path
     scenes: int  # number of scenes in the table, each a clip for `index`
@@ -283,7 +283,7 @@ def _find_all(
     workers: int | None,
     progress: Callable[[int, int], None] | None,
 ) -> dict[str, Scenes | ClipError]:
-    """Return the scenes of each video by its name; those in the journal are not decoded again."""
+    """Find the scenes of each video, by its name; videos in the journal are not decoded again."""
     stamps = {str(item.media): _stamp_text(item.media) for item in items}
     known: dict[str, Scenes | ClipError] = {
         name: Scenes(tuple(starts), end)
@@ -315,7 +315,7 @@ _ROW: TypeAdapter[tuple[str, str, list[float], float]] = TypeAdapter(
 
 
 def _check_table(out: Path) -> None:
-    """Refuse an output that cannot be written, or that would overwrite something else."""
+    """Refuse an output path that cannot be written, or that holds something else."""
     if out.suffix != ".csv":
         raise DataError(
             f"Scenes are written as CSV, and {out} ends in {out.suffix or 'nothing'}. Name it "

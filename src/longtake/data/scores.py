@@ -46,7 +46,7 @@ _LATIN = re.compile(r"[A-Za-z]")
 
 
 def num_words(caption: str) -> float:
-    """Return the number of words in a caption, or NaN if it is empty."""
+    """Return the number of words in a caption, or NaN if it is empty (a clip's score)."""
     return float(len(_WORD.findall(caption))) if caption.strip() else math.nan
 
 
@@ -107,7 +107,7 @@ def nouns_of_all(
 
 
 class _TagTask(Task[Sequence[str], list[float]]):
-    """Task that counts the nouns of some captions."""
+    """Task of a worker process: counts the nouns of some captions."""
 
     doing = "tagging captions"
     silence_seconds = 600.0  # no progress is reported
@@ -128,7 +128,7 @@ def _tagger() -> "HanoverTagger":
 
 @dataclass(frozen=True)
 class MotionScore(ClipTask[Clip, float]):
-    """Task that scores one clip by its motion."""
+    """Task of a worker process: computes one clip's amount of motion."""
 
     limits: decode_limits.Limits = decode_limits.DEFAULT
     silence_seconds = 600.0  # progress is reported only after each passage
@@ -148,7 +148,7 @@ class MotionScore(ClipTask[Clip, float]):
 
 
 def motion(clip: Clip, progress: Callable[[], object] = lambda: None) -> float:
-    """Return the mean absolute luma difference (0 to 255) of frames 1/8 s apart.
+    """Return a clip's motion: the mean luma difference (0 to 255) of frames 1/8 s apart.
 
     This is VMAF's motion feature (github.com/Netflix/vmaf, resource/doc/features.md), made
     independent of the frame rate. Frames are small, which removes noise as VMAF's blur does.
@@ -183,7 +183,7 @@ def _windows(clip: Clip) -> list[Window]:
 
 @dataclass(frozen=True)
 class OwnScore(ClipTask[Clip, float]):
-    """Task that calls a user's function for one clip."""
+    """Task of a worker process: calls a user's score function for one clip."""
 
     by: str  # `module:function`
     folder: str  # searched last for the module
@@ -196,7 +196,7 @@ class OwnScore(ClipTask[Clip, float]):
 
     @property
     def version(self) -> str:
-        """Hash of the function's file, so that a journal of an older version is not used."""
+        """Hash of the file of the user's function; results of another version are not used."""
         path = getattr(sys.modules.get(self.function.__module__), "__file__", None)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else ""
 
@@ -254,7 +254,7 @@ SCORES = {
     "length": "words in the caption",
     "duplicates": "0: kept; 1, 2, ...: the copies of a clip that is kept, seen by their frames",
 }
-"""Built-in scores and what each one counts."""
+"""Built-in scores of clips by name, and what each one counts."""
 
 _Progress = Callable[[int, int], None]
 _ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(tuple[Count, float])
@@ -265,7 +265,7 @@ _HASHES_ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(
 
 @dataclass(frozen=True)
 class Scored:
-    """A catalog with one more attribute."""
+    """Result of `score`: a catalog with one more attribute of its clips."""
 
     catalog: Catalog  # the same clips, with the new attribute
     name: str  # name of the attribute
@@ -279,7 +279,7 @@ class Scored:
     groups: tuple[NDArray[np.int64], ...] = ()  # near-duplicates: see `DuplicateGroups.rows`
 
     def settle(self) -> None:
-        """Remove the journal; called when the catalog has been written."""
+        """Remove the kept results of scoring; called when the catalog has been written."""
         if self.journal is not None:
             self.journal.remove()
 
@@ -301,7 +301,7 @@ def score(
     memory_gib: float = decode_limits.MEMORY_GIB,
     distance: int = duplicates.DISTANCE,
 ) -> Scored:
-    """Add one attribute to all clips, or replace the attribute of that name.
+    """Add a score to all clips of a catalog, or replace the attribute of that name.
 
     The values do not depend on where clips are scored (`on` and `workers`: see `run_tasks`).
 
@@ -377,7 +377,7 @@ def _results(
     on: str | None,
     workers: int | None,
 ) -> Generator[float | str | ClipError]:
-    """Yield the score of each row, or the hashes of its frames."""
+    """Yield the score of the clip in each row, or the hashes of its frames for `duplicates`."""
     if by == "nouns":
         captions = catalog.captions()
         return nouns_of_all([captions[row] for row in rows], on=on, workers=workers)

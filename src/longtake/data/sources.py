@@ -26,7 +26,8 @@ _TAR = ".tar"
 _BESIDE = (*tables.LISTING_SUFFIXES, ".caption")  # kept beside clips: captions and tables
 _CLASS_FOLDER = re.compile(r"([1-9]\d{0,5})_(.+)")
 _METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-"""Tables that Hugging Face's imagefolder and videofolder read; they have the column `file_name`."""
+"""Names of tables that Hugging Face's imagefolder and videofolder read; they have the column
+`file_name`."""
 _TABLES = (*_METADATA, "captions.jsonl")  # tables that are read when a store has them
 _MAX_TEXT_BYTES = 2**20  # size of a caption, a .json, or a header that names a member
 _END_BYTES = 2**20  # padding after the last member of a tar
@@ -34,7 +35,7 @@ _END_BYTES = 2**20  # padding after the last member of a tar
 
 @dataclass(frozen=True)
 class FoundMedia:
-    """Media that were found in the sources, and everything that was left out."""
+    """Videos and images that were found in the sources to index, and everything left out."""
 
     items: MediaList  # sorted, without duplicates
     folders: list[Path]  # absolute paths of the searched folders, and of the folders of named files
@@ -49,7 +50,7 @@ def find(
     conditioning: Sequence[str] = (),
     extracted: Path | None = None,
 ) -> FoundMedia:
-    """Find the media that sources name, with the captions and scores that the sources have.
+    """Find the videos and images that sources name, with their captions and scores.
 
     Args:
         sources: folders, media files, lists, tables, tars and URLs.
@@ -111,7 +112,7 @@ def _find_in_store(
     passed_over: Counter[str],
     notes: list[str],
 ) -> Iterator[Item]:
-    """Yield the media below a prefix of a store, and in its tars and tables, with captions."""
+    """Yield the media below a prefix of an object store, in its tars and tables, with captions."""
     objects = stores.find_objects(url)
     # One listing answers all questions about files beside clips: requests are slow.
     by_name = {str(each): each for each in objects}
@@ -146,7 +147,7 @@ def _find_in_store(
 def _captions_beside(
     listing: Media, objects: Mapping[str, Media], *, asks: bool = False
 ) -> Media | None:
-    """Return the list of captions beside a list such as videos.txt, or None.
+    """Return the list of captions (one a line) that lies beside a list such as videos.txt, or None.
 
     With `asks` the store is asked, since a list that was named alone has no listing of its folder.
     """
@@ -161,7 +162,10 @@ def _captions_beside(
 
 
 def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> dict[str, str]:
-    """Return the texts beside media by the media's URLs; unreadable ones are added to `refused`."""
+    """Read the captions of text files beside media in a store, by the media's URLs.
+
+    Unreadable ones are added to `refused`.
+    """
     beside = {
         name: objects[text]
         for name in objects
@@ -204,7 +208,10 @@ def _folder_of(source: Path) -> Path:
 
 
 def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]) -> Iterator[Path]:
-    """Yield the media, tars and tables of a folder and its subfolders; counts what is ignored."""
+    """Yield the paths of media, tars and tables in a folder and its subfolders.
+
+    Ignored files are counted by ending in `passed_over`.
+    """
     # A list instead of recursion, because folders may be nested deeply.
     waiting = [folder]
     while waiting:
@@ -240,7 +247,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _refuse_wrong_columns(items: MediaList, columns: Sequence[str]) -> None:
-    """Refuse too many scores, and clips without a further input or without its file."""
+    """Refuse tables with too many scores, or with a clip that lacks a conditioning input."""
     if (num_names := len(items.attribute_names)) > tables.MAX_ATTRIBUTES:
         raise DataError(
             f"The sources name {num_names:,} different numbers of clips, and a catalog has at "
@@ -285,7 +292,7 @@ def _refuse_wrong_columns(items: MediaList, columns: Sequence[str]) -> None:
 def describe_ignored(
     passed_over: Mapping[str, int], unreadable: Sequence[ClipError | Rejection]
 ) -> list[str]:
-    """Return a sentence about files with another ending, and one about unreadable folders."""
+    """Return sentences about files that were ignored for their ending, and unreadable folders."""
     sentences = []
     if passed_over:
         kinds = [f"{count} {ending}" for ending, count in Counter(passed_over).most_common(8)]
@@ -304,7 +311,7 @@ def describe_ignored(
 
 @dataclass(frozen=True)
 class ClassFolder:
-    """A folder of pictures as Kohya's trainers expect it: repeats and class in its name."""
+    """A folder of pictures as Kohya's trainers name it, such as `10_sks dog`: repeats and class."""
 
     path: Path
     repeats: int
@@ -313,7 +320,7 @@ class ClassFolder:
 
 
 def class_folders(root: Path) -> list[ClassFolder]:
-    """Return the folders inside a folder that are named like `10_sks dog`, by name.
+    """Return the folders inside a folder that are named as `10_sks dog`, sorted by name.
 
     Raises:
         DataError: there is no such folder, or the folder cannot be read.
@@ -343,7 +350,7 @@ def class_folders(root: Path) -> list[ClassFolder]:
 def read_tar(
     tar: Path | Media, conditioning: Sequence[str] = (), notes: list[str] | None = None
 ) -> list[Item]:
-    """Return the media of a tar, in its order.
+    """Return the videos and images in a tar, in its order.
 
     Members with the same key (the name up to the first dot of its last part) are one sample: its
     videos and images are captioned by its .txt, or by `caption`, `text` or `prompt` of its .json.
@@ -388,7 +395,7 @@ def read_tar(
 
 
 class _Member(tarfile.TarInfo):
-    """Tar header that checks the size of its member, because tarfile reads and seeks by it."""
+    """Header of a tar member, with a check of its size, because tarfile reads and seeks by it."""
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
@@ -452,7 +459,7 @@ def _members(path: Media) -> list[tarfile.TarInfo]:
 def _beside(
     path: Media, members: Iterable[tarfile.TarInfo]
 ) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Return the captions (.txt) and entries (.json) of a tar's samples, by key."""
+    """Read the captions (.txt) and entries (.json) beside a tar's media, by the sample's key."""
     texts, entries = {}, {}
     with _open_tar(path) as file:
         for member in members:

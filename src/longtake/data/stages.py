@@ -1,4 +1,4 @@
-"""The curriculum: the clips that a stage selects, and the stage of each step."""
+"""The stages of a curriculum: the clips that a stage selects, and the stage of each step."""
 
 import re
 from collections import Counter
@@ -34,14 +34,14 @@ _COMPARE = {
 
 @dataclass(frozen=True)
 class Selection:
-    """The clips of a stage in their buckets, and the number of clips that it leaves out."""
+    """Clips that a training stage selects, in their buckets, and the number that it leaves out."""
 
     members: buckets.BucketAssignment
     dropped: Counter[str]  # number of dropped clips by reason, in the order of the checks
 
 
 def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
-    """Return the clips that meet all conditions of a stage, sorted into its buckets.
+    """Select the clips that meet all conditions of a stage, sorted into buckets (clip shapes).
 
     Raises:
         DataError: no clip is left, or a condition is invalid.
@@ -70,7 +70,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
 def drop_in_turn(
     catalog: Catalog, stage: Stage, data: DataSection
 ) -> Iterator[tuple[str, buckets.Rows]]:
-    """Yield a stage's reasons to drop clips, in order, each with the rows that remain."""
+    """Yield each reason of a stage to drop clips, with the catalog rows that remain after it."""
     # Quantiles of each condition are over all captioned clips, so the order of conditions does not
     # matter.
     kept = everyone = captioned_rows(catalog)
@@ -96,7 +96,7 @@ def captioned_rows(catalog: Catalog) -> buckets.Rows:
 
 
 def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
-    """Return an attribute of all clips as an array [N], by its name in recipes.
+    """Return an attribute of all clips as an array [N], by its name in stages' conditions.
 
     Raises:
         DataError: the catalog has no such attribute.
@@ -126,7 +126,7 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
 
 
 def parse_condition(condition: str) -> tuple[str, str, str]:
-    """Split a condition such as `num_frames >= 48` into attribute, operator and value."""
+    """Split a stage's condition such as `num_frames >= 48` into attribute, operator and value."""
     parsed = _CONDITION.fullmatch(condition)
     if parsed is None:
         raise DataError(
@@ -139,7 +139,7 @@ def parse_condition(condition: str) -> tuple[str, str, str]:
 def _meets(
     catalog: Catalog, condition: str, rows: buckets.Rows, data: DataSection
 ) -> NDArray[np.bool_]:
-    """Return which of the given rows meet a condition; quantiles are over these rows."""
+    """Return true where clips meet a stage's condition; its quantiles are over these clips."""
     name, operator, text = parse_condition(condition)
     column = values(catalog, name, data)[rows]
     if name in _TEXTS:
@@ -170,7 +170,7 @@ def _bound(column: NDArray[Any], condition: str, text: str) -> float:
 def _hardest(
     catalog: Catalog, rows: buckets.Rows, share: float, data: DataSection
 ) -> NDArray[np.bool_]:
-    """Return a mask of the `share` of clips with the highest difficulty; of equal ones the last."""
+    """Return true for the `share` of clips with the highest difficulty; of equal ones the last."""
     difficulty = values(catalog, "difficulty", data)[rows]
     is_hardest = np.zeros(len(rows), bool)
     count = round(share * len(rows)) or int(len(rows) > 1)  # at least one, if there are two clips
@@ -215,7 +215,7 @@ def _least_cut(catalog: Catalog, stage: Stage, data: DataSection) -> str:
 
 
 def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
-    """Return the values of a stage's quantiles in words, as equal values may make them coincide."""
+    """Return a sentence with the values of a stage's quantiles, since equal values merge them."""
     found = []
     for condition in stage.where:
         name, operator, text = parse_condition(condition)
@@ -229,7 +229,10 @@ def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
 
 @dataclass(frozen=True)
 class StagePosition:
-    """The stage of an update, and its number in it; from the middle of a ramp, the later stage."""
+    """The stage that an update belongs to, and the number of updates before it in that stage.
+
+    From the middle of a ramp on, it is the later stage.
+    """
 
     name: str
     num_before: int  # number of earlier updates of the stage; skipped batches do not count
@@ -237,7 +240,7 @@ class StagePosition:
 
 @dataclass(frozen=True)
 class StageTimeline:
-    """Maps steps to stages, and to batches within a stage.
+    """Maps global steps to stages of the curriculum, and to batches within a stage.
 
     A ramp of R steps lies half before and half after the border of two stages. Of its first j
     steps, round(j^2 / 2R) belong to the later stage. Its share thus rises linearly from 0 to 1, and
@@ -249,7 +252,7 @@ class StageTimeline:
 
     @property
     def borders(self) -> list[int]:
-        """Steps at which the stages would begin without ramps."""
+        """Steps at which the stages would begin if no ramps mixed them."""
         borders = [0]
         for length in self.lengths[:-1]:
             assert length is not None, "only the last stage may be endless"
@@ -258,18 +261,18 @@ class StageTimeline:
 
     @property
     def total(self) -> int | None:
-        """Number of steps of all stages; None if the last one is endless."""
+        """Number of training steps of all stages; None if the last one is endless."""
         if not self.lengths:
             return 0
         last = self.lengths[-1]
         return None if last is None else self.borders[-1] + last
 
     def at(self, step: int) -> tuple[int, int]:
-        """Return the stage of a step, and the number of its batches before the step."""
+        """Return the index of a step's stage, and the number of that stage's earlier batches."""
         return _advanced(self.taken(step), self.taken(step + 1))
 
     def taken(self, step: int) -> list[int]:
-        """Return how many batches of each stage come before a step."""
+        """Return how many batches of each stage are trained before a step."""
         borders = self.borders
         taken = [
             max(0, step - border) if length is None else min(max(0, step - border), length)
@@ -287,11 +290,11 @@ class StageTimeline:
 
 
 def mixed(index: int, weights: Sequence[float]) -> tuple[int, int]:
-    """Return which catalog gives a stage's batch `index`, and its number among that catalog's."""
+    """Return which catalog gives a stage's batch `index`, and how many it gave before."""
     return _advanced(shares(index, weights), shares(index + 1, weights))
 
 
 def _advanced(before: Sequence[int], after: Sequence[int]) -> tuple[int, int]:
-    """Return the index of the count that grew, and its value before."""
+    """Return the index of the only count that is larger in `after`, and its value before."""
     grown = next(i for i, (old, new) in enumerate(zip(before, after, strict=True)) if new > old)
     return grown, before[grown]

@@ -66,32 +66,32 @@ _SYSTEM_RANDOM = random.SystemRandom()  # leaves seeded generators untouched
 
 
 class MissingError(ClipError):
-    """Raised when a store does not have an object."""
+    """Raised when an object store does not have an object."""
 
 
 class UnreachableError(ClipError):
-    """Raised when a store did not give a clip in time but gives others; a later try may succeed."""
+    """Raised when a store did not give one object in time but gives others; may work later."""
 
 
 class UnansweredError(ClipError):
-    """Raised for an address that can never answer, such as one that redirects to itself."""
+    """Raised for a URL that can never answer, such as one that redirects to itself."""
 
 
 ASKED_ENOUGH = (MissingError, UnreachableError, UnansweredError)
-"""Errors after which a second try is useless."""
+"""Errors of reading an object after which a second try is useless."""
 
 
 class OutageError(DataError):
-    """Raised when a store answers no request at all."""
+    """Raised when an object store answers no request at all."""
 
 
 class _RedirectError(Exception):
-    """Raised when a server redirects to a forbidden address; a second try cannot help."""
+    """Raised when a store's server redirects to a forbidden address; a second try cannot help."""
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """Bytes, seconds and retries of reading object stores."""
+    """Bytes that were read from object stores, and the seconds and retries it took."""
 
     num_bytes: int = 0
     seconds: float = 0.0
@@ -109,10 +109,10 @@ NOTHING = Fetched()
 
 
 class StoreClient:
-    """Settings of fetching from object stores, and counters of what was fetched.
+    """Settings of reading from object stores, and counters of what was read.
 
     Args:
-        section: the recipe's section.
+        section: the recipe's section of object stores.
         memory_gib: limit for a clip that is fetched to memory; None for no limit.
         examples: objects to ask for, in addition to the last one read, when an object fails: they
             tell a missing object from a store that is down.
@@ -126,11 +126,11 @@ class StoreClient:
     ) -> None:
         self.section, self.memory_gib, self.examples = section, memory_gib, examples
         self.progress: Callable[[], object] = lambda: None
-        """Called repeatedly while something is fetched."""
+        """Function that is called repeatedly while an object is fetched."""
         self.waiting: Callable[[str], object] = lambda reason: None
-        """Called with a reason when a store did not answer, and with "" when it answers again."""
+        """Function called with a reason when a store is silent, with "" when it answers again."""
         self.last_read: dict[str, Media] = {}
-        """Last object that was read, by store."""
+        """The object that was read last from each store, by the store's URL."""
         self._fetched, self._lock = Fetched(), threading.Lock()
 
     def count(self, fetched: Fetched) -> None:
@@ -138,7 +138,7 @@ class StoreClient:
             self._fetched += fetched
 
     def take_fetched(self) -> Fetched:
-        """Return bytes, seconds and retries of fetching since the last call."""
+        """Return bytes, seconds and retries of reading object stores since the last call."""
         with self._lock:
             taken, self._fetched = self._fetched, Fetched()
         return taken
@@ -150,7 +150,7 @@ _client: ContextVar[StoreClient] = ContextVar("client", default=StoreClient(Stor
 
 @contextmanager
 def using(client: StoreClient) -> Iterator[None]:
-    """Fetch with a client inside the block, also in the threads that this module starts."""
+    """Read object stores with this client in the context, also in threads of this module."""
     token = _client.set(client)
     try:
         yield
@@ -180,7 +180,7 @@ def url_of(path: Path | str) -> str | None:
 
 
 def store_of(url: str) -> str:
-    """Return the part of a URL that names the store: its bucket or host."""
+    """Return the part of a URL that names the object store: its bucket or host."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc}"
 
@@ -208,7 +208,7 @@ def local(media: Media) -> Iterator[Media]:
 
 
 def _obtain(media: Media) -> tuple[int, int]:
-    """Return a descriptor of a file with the clip's bytes, and their number."""
+    """Fetch a clip from a store; return a file descriptor of its bytes, and their number."""
     client = _client.get()
     num_bytes = media.num_bytes
     if num_bytes is None:
@@ -249,7 +249,7 @@ def _fetch(media: Media, num_bytes: int, descriptor: int) -> None:
 
 
 def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
-    """Yield a clip's bytes in pieces with their positions; a retry fetches only the rest."""
+    """Yield pieces of a clip in a store, each with its position; retries fetch only the rest."""
     store, path = _open_store(media.path)
     position, size, request, tag = 0, _RANGE_BYTES, _Request(media), ""
     while position < num_bytes:
@@ -283,7 +283,7 @@ def _pieces(media: Media, num_bytes: int) -> Iterator[tuple[int, bytes]]:
 
 
 async def _get(store: Any, path: str, start: int, end: int, tag: str) -> tuple[bytes, str]:
-    """Return a range of an object and its ETag; reads at most one byte more than asked for.
+    """Return a range of an object's bytes and its ETag; reads at most one byte more.
 
     With `tag` the request fails if the object has changed.
     """
@@ -316,14 +316,14 @@ async def _read_at_most(body: Any, most: int) -> bytes:
 
 
 class _Request:
-    """Request for an object that is repeated until the store answers or was silent for too long."""
+    """A request to an object store, repeated until the store answers or was silent too long."""
 
     def __init__(self, media: Media) -> None:
         self._media, self._client = media, _client.get()
         self._last, self._failures = time.monotonic(), 0
 
     def until_done(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """Repeat a request until it is answered; raises when the store was silent for too long."""
+        """Repeat the request until the store answers; raise if it was silent for too long."""
         while True:
             with suppress(TimeoutError):
                 answer = self.once(store, ask)
@@ -331,7 +331,7 @@ class _Request:
                     return answer
 
     def once(self, store: Any, ask: Callable[[], Coroutine[Any, Any, _T]]) -> _T | None:
-        """Send one request; return its answer, or None after a failure and a pause.
+        """Send the request once; return the answer, or None after a failure and a pause.
 
         Raises:
             TimeoutError: the answer did not come in time; the caller may repeat the request.
@@ -430,7 +430,7 @@ class _Request:
             self._client.progress()
 
     def _gives_others(self) -> bool:
-        """Return whether the store gives another object now, such as the last one that was read."""
+        """Return true if the store gives another object now, such as the last one that was read."""
         name = store_of(self._media.path)
         # The last read object is known to exist.
         known = self._client.last_read.get(name, self._media)
@@ -448,7 +448,7 @@ class _Request:
 
 
 def _causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[BaseException]:
-    """Yield an error and what caused it, as clients wrap the errors of their libraries."""
+    """Yield an error of a store's client and its causes, as clients wrap errors of libraries."""
     cause: BaseException | None = error
     while cause is not None:
         yield cause
@@ -456,7 +456,7 @@ def _causes(error: BaseException, *, with_contexts: bool = False) -> Iterator[Ba
 
 
 def _never_answered(error: BaseException) -> str | None:
-    """Return the reason why a request can never be answered, or None."""
+    """Return the reason why a request to a store can never be answered, or None."""
     for each in _causes(error):
         if isinstance(each, _RedirectError):
             return str(each)
@@ -467,7 +467,7 @@ def _never_answered(error: BaseException) -> str | None:
 
 @cache
 def _redirect_guard() -> Any:
-    """Return a hook that keeps servers from redirecting to addresses inside this network."""
+    """Return a hook for HTTP requests that refuses redirects to addresses inside this network."""
     import aiohttp
     from yarl import URL
 
@@ -493,7 +493,7 @@ def _redirect_guard() -> Any:
 
 
 def _status_of(error: BaseException) -> int | None:
-    """Return the HTTP status of a client's error or of its cause, or None."""
+    """Return the HTTP status code of a store client's error or of its cause, or None."""
     for each in _causes(error):
         response = getattr(each, "response", None)
         if isinstance(response, Mapping):  # ClientError of botocore
@@ -507,7 +507,7 @@ def _status_of(error: BaseException) -> int | None:
 
 
 def _words_of(error: BaseException) -> str:
-    """Describe an error without the client's message, which may hold a signed address."""
+    """Describe an error without its message, in which the client may show a signed address."""
     status = _status_of(error)
     if status is not None:
         return f"{type(error).__name__}, HTTP status {status}"
@@ -545,7 +545,7 @@ def _open_store(url: str) -> tuple[Any, str]:
 
 
 class StoreFile(io.RawIOBase):
-    """Seekable file of an object in a store; each read is a request."""
+    """Seekable file over an object in a store; each read is a request."""
 
     def __init__(self, media: Media) -> None:
         super().__init__()
@@ -574,23 +574,23 @@ class StoreFile(io.RawIOBase):
 
 
 def open_object(media: Media) -> io.BufferedReader:
-    """Open an object of known size as a file that reads by requests, such as a large tar."""
+    """Open an object of known size, such as a large tar, as a file that reads by requests."""
     return io.BufferedReader(StoreFile(media), 2**18)
 
 
 def read_object(media: Media) -> bytes:
-    """Return the content of a small object."""
+    """Return the content of a small object in a store."""
     assert media.num_bytes is not None
     return b"".join(data for _, data in _pieces(media, media.num_bytes))
 
 
 def read_objects(objects: Iterable[Media]) -> Iterator[bytes]:
-    """Yield the contents of small objects in order."""
+    """Yield the contents of small objects in a store, in order."""
     yield from _asked_at_once(read_object, objects)
 
 
 def find_objects(url: str) -> list[Media]:
-    """Return the objects below a prefix, or one object, with sizes and stamps, sorted.
+    """Return the objects of a store below a prefix, or one object, with sizes and stamps, sorted.
 
     Hidden names are left out.
 
@@ -624,7 +624,7 @@ def find_objects(url: str) -> list[Media]:
 
 
 def measure(objects: Iterable[Media]) -> Iterator[Media | None]:
-    """Look up objects and yield them with sizes and stamps; None for one that is missing.
+    """Look up objects in stores; yield each with size and stamp, or None if it is missing.
 
     Raises:
         ClipError: a server does not tell an object's size, or does not answer.
@@ -663,7 +663,7 @@ def _asked_at_once(ask: Callable[[Media], _T], objects: Iterable[Media]) -> Iter
 
 
 def ask_each(urls: Iterable[str]) -> None:
-    """Ask each store for one of the objects.
+    """Check that each store gives one of its objects.
 
     Raises:
         DataError: a store does not have it, refuses the credentials, or does not answer.
@@ -674,7 +674,7 @@ def ask_each(urls: Iterable[str]) -> None:
 
 
 def measured(media: Media) -> Media:
-    """Look up an object and return it with its size and stamp.
+    """Look up an object in a store and return it with its size and stamp.
 
     Raises:
         ClipError: the object does not exist, or its server does not tell its size or answer.

@@ -59,7 +59,7 @@ _WORDS = dict.fromkeys(_UNKNOWN, None) | {"true": 1.0, "false": 0.0}
 
 @dataclasses.dataclass(frozen=True)
 class _Table:
-    """Consecutive rows of a table: the columns that are used, by name."""
+    """Some rows of a table of media that follow each other: the columns that are used, by name."""
 
     num_before: int  # number of the table's rows before these
     names: Sequence[str]  # names of all columns
@@ -81,7 +81,7 @@ def read_listing(
     known: Mapping[str, Media] | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Item]:
-    """Yield the media of a list or a table.
+    """Yield the videos and images that a list or a table names.
 
     A table that was found in a folder (`is_named` is False) counts only if it names files and
     captions. `at` is the URL that a table was fetched from, and `known` has objects beside it.
@@ -134,7 +134,7 @@ def _measured(items: Sequence[Item], known: Mapping[str, Media]) -> tuple[list[I
 
 
 def first_of(shown: Sequence[str], num_lines: int) -> str:
-    """Format lines for a message, and say how many of `num_lines` are left out."""
+    """Format the first lines of a message, and say how many of `num_lines` are left out."""
     more = f"\n  and {num_lines - len(shown)} more" if num_lines > len(shown) else ""
     return "".join(f"\n  {each[:500]}" for each in shown) + more
 
@@ -150,7 +150,7 @@ def is_paired_list(name: str) -> bool:
 
 
 def captions_of_list(path: Path) -> Path | None:
-    """Return the file with the captions of a list such as videos.txt, one a line, or None."""
+    """Return the file of captions that lies beside a list such as videos.txt, or None."""
     if not is_paired_list(path.name):
         return None
     beside = map(path.with_name, CAPTION_LISTS)
@@ -189,7 +189,7 @@ def _read_list(path: Path, at: str) -> Iterator[Item]:
 
 
 def _media_in(folder: str, name: str, at: str = "") -> Media:
-    """Return the file that a listing names, relative to its folder or to the URL `at`."""
+    """Return the media file that a list or table names, relative to its folder or URL (`at`)."""
     if (url := stores.url_of(name)) is not None:
         return Media(url)
     if at:
@@ -233,7 +233,7 @@ def _read_table(
 
 
 def name_unread(names: Sequence[str]) -> str:
-    """Return a sentence that names unread columns, and the names that a column of captions has."""
+    """Return a sentence about unread columns of a table, and the names of a caption column."""
     return (
         f"not read: {', '.join(names)[:500]}. If one of them has captions, call it "
         f"{' or '.join(CAPTION_COLUMNS)}, and index again."
@@ -284,7 +284,7 @@ def _items(path: Path, table: _Table, at: str) -> list[Item]:
 def _spans(
     path: Path | str, table: _Table, num_rows: int
 ) -> Sequence[tuple[float, float | None] | None]:
-    """Return the spans in seconds from the columns `start` and `end`; None for a whole file."""
+    """Return the spans of videos, in seconds, in a table's `start` and `end`; None: whole files."""
     # One of the two columns alone is a score like any other.
     if len(table.spans) < len(SPAN_COLUMNS):
         return [None] * num_rows
@@ -319,7 +319,7 @@ def _seconds(path: Path | str, table: _Table, name: str) -> list[float | None]:
 
 
 def further_input(path: Path, row: int, column: str, value: object, at: str = "") -> Given | None:
-    """Return a clip's further input: a path made absolute, or nested numbers made one list."""
+    """Return a clip's conditioning input in a table: a path made absolute, or a list of numbers."""
     if value is None or value == "":
         return None
     if isinstance(value, str) and value.lstrip()[:1] != "[":
@@ -402,7 +402,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _parsed(texts: Iterable[str]) -> list[float | None] | None:
-    """Return the texts of a column as numbers, or None if one of them is something else."""
+    """Return a table column's texts as numbers, or None if one of them is not a number."""
     values: list[float | None] = []
     for text in texts:
         word = text.strip().lower()
@@ -482,7 +482,7 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def score_of(value: object) -> float | None:
-    """Return a JSON value as a score, or None if it is not one."""
+    """Return a JSON value as a clip's score, or None if it is not a number that can be one."""
     if not isinstance(value, int | float) or (isinstance(value, int) and abs(value) >= _MAX_EXACT):
         return None
     return _finite(float(value))
@@ -551,7 +551,7 @@ def _read_parquet(
 
 
 def _holds_media(kind: Any) -> bool:
-    """Return whether a column holds media as structs of bytes and path (Hugging Face data sets)."""
+    """Return true if a table column holds media themselves (Hugging Face: bytes and path)."""
     return (
         kind is not None
         and pa.types.is_struct(kind)
@@ -560,7 +560,7 @@ def _holds_media(kind: Any) -> bool:
 
 
 def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Iterator[str]:
-    """Write the media of a column to files of their own, and yield their paths.
+    """Write the media inside a table's column to files of their own, and yield their paths.
 
     An existing file with the same content is not written, so that it is not indexed again.
     """
@@ -593,7 +593,7 @@ def _extract(path: Path, file: pq.ParquetFile, name: str, folder: Path) -> Itera
 
 
 def _suffix_of(data: bytes, name: str) -> str | None:
-    """Return a file's ending by its first bytes, or else by its original name; None if unknown."""
+    """Return a media file's ending by its first bytes, else by its original name, or None."""
     if not data:
         return None
     for start, offset, suffix in _MAGIC:
@@ -616,7 +616,7 @@ _MAGIC = (
 
 
 def _columns_of_ids(file: pq.ParquetFile, integers: Sequence[str]) -> set[str]:
-    """Return the columns that hold an integer too large for a score."""
+    """Return the table's columns with an integer that is too large for a score."""
     ids = set[str]()
     for batch in file.iter_batches(_ROWS_IN_MEMORY, columns=list(integers)) if integers else ():
         for name in integers:

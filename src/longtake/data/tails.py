@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 FALSE_ALARMS = 1e-3
-"""Probability of an alarm about a stage whose clips are like those before it."""
+"""Probability of a false alarm about a stage whose clips are like those of earlier stages."""
 _LEVELS = 16  # number of levels of each test
 _MIN_TAIL, _MAX_TAIL = 20, 1000  # clips that estimate the exponent of a tail
 _MIN_EXPONENT = 0.05  # lower limit: lighter tails count as z^-20
@@ -34,7 +34,7 @@ _MOST_BEYOND_LARGEST = 7.0  # -ln 0.001: clips that an equal sample may have the
 
 @dataclass(frozen=True)
 class TailExcess:
-    """Large values of a sample that are too many in comparison with another sample."""
+    """The large values of one sample that are too many in comparison with another sample."""
 
     count: int
     least: float  # smallest of the values that are counted
@@ -45,7 +45,7 @@ class TailExcess:
 def tail_excess(
     before: NDArray[Any], after: NDArray[Any], limit: float, false_alarms: float = FALSE_ALARMS
 ) -> TailExcess | None:
-    """Compare the upper tails of two samples; None if that of `after` is not far harder.
+    """Compare the upper tails of two samples; None unless that of `after` is far higher.
 
     `after` is shifted down by `limit` standard deviations of `before` before they are compared.
     """

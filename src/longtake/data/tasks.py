@@ -1,4 +1,4 @@
-"""Runs a task over items, in processes of this machine or on a Ray cluster.
+"""Runs a task (such as decoding) over items, in local processes or on a Ray cluster.
 
 Results are the same in both. If an item hangs or crashes its process, only that item fails.
 """
@@ -123,7 +123,7 @@ def _run_in_processes(
 
 @contextmanager
 def connected(on: str | None) -> Iterator[ModuleType | None]:
-    """Keep a connection to a Ray cluster for several `run_tasks`; yields the module `ray`.
+    """Keep a connection to a Ray cluster for several calls of `run_tasks`; yield module `ray`.
 
     A connection that the caller already has is used and left open. Without `on` nothing is
     connected, and None is yielded.
@@ -172,7 +172,7 @@ def connected(on: str | None) -> Iterator[ModuleType | None]:
 
 
 def _reach(address: str) -> None:
-    """Raise DataError if nothing listens at an address; Ray itself needs minutes for that."""
+    """Raise DataError if nothing listens at a cluster's address; Ray itself needs minutes."""
     host, colon, port = address.removeprefix("ray://").split("/")[0].rpartition(":")
     if not colon and address.startswith("ray://"):
         host, port = port, _CLIENT_PORT
@@ -196,7 +196,7 @@ def _unreachable(address: str | None, error: Exception) -> str:
 
 
 class ItemBatches(Generic[Item]):
-    """Groups items into batches of some seconds of work, as each message to a node takes time.
+    """Groups a task's items into batches of some seconds, as each message to a node takes time.
 
     Items are taken from the iterable when they are needed. Items whose worker was lost come first,
     in batches of one.
@@ -210,12 +210,12 @@ class ItemBatches(Generic[Item]):
         self._size = 1
 
     def ahead(self, count: int) -> int:
-        """Take items from the iterable until `count` wait, and return how many wait."""
+        """Take items of the task until `count` wait for a worker, and return how many wait."""
         self._ahead.extend(islice(self._waiting, max(0, count - len(self._ahead))))
         return len(self._ahead) + len(self._back)
 
     def take(self) -> list[tuple[int, Item]]:
-        """Return the next batch of (number, item), or an empty list at the end."""
+        """Return the next batch of a task's items as (number, item); [] at the end."""
         # Alone, so that another loss shows which item causes it.
         if self._back:
             return [self._back.popleft()]
@@ -223,13 +223,13 @@ class ItemBatches(Generic[Item]):
         return [self._ahead.popleft() for _ in range(min(self._size, len(self._ahead)))]
 
     def learn(self, seconds: float) -> None:
-        """Adapt the batch size to the measured seconds per item, at most doubling it."""
+        """Adapt the size of batches to the measured seconds per item, at most doubling it."""
         # At most doubled, as the first items may be faster than later ones.
         wanted = int(_BATCH_SECONDS / max(seconds, 1e-6))
         self._size = max(1, min(wanted, 2 * self._size, _MAX_BATCH_ITEMS))
 
     def put_back(self, batch: list[tuple[int, Item]]) -> list[tuple[int, Item]]:
-        """Take back the batch of a lost worker; return the items that are out of attempts."""
+        """Take back the items of a lost worker; return those that have no attempts left."""
         lost: list[tuple[int, Item]] = []
         for number, item in batch:
             self._losses[number] += len(batch) == 1  # in a larger batch the culprit is unknown
@@ -239,7 +239,7 @@ class ItemBatches(Generic[Item]):
 
 
 class NodeSetup(NamedTuple):
-    """Task and surroundings that are sent to a Ray worker at its start."""
+    """The task, and its folders, that are sent to a Ray worker at its start."""
 
     task: Task[Any, Any]
     markers: list[Path]  # files that exist on a node if the task's folders are shared with it
@@ -247,7 +247,7 @@ class NodeSetup(NamedTuple):
 
 
 class _Answers(NamedTuple):
-    """Result of a batch: (result, whether the item's file is missing on the node) of each item."""
+    """Results of a batch: of each item the task's result, and whether its file is missing there."""
 
     results: list[tuple[Any, bool]]
     error: LongtakeError | None  # the error that ended the batch early
@@ -255,7 +255,7 @@ class _Answers(NamedTuple):
 
 
 class NodeWorker:
-    """Runs a task in one watched process of a node; lives in a Ray worker."""
+    """Runs a task in one watched process on a cluster's node; it lives in a Ray worker."""
 
     def __init__(self, pickled: bytes) -> None:
         self._task, markers, cwd = pickle.loads(pickled)  # noqa: S301 - a NodeSetup of our driver
@@ -269,7 +269,7 @@ class NodeWorker:
         self._pool = WorkerPool(self._task, 1, cwd=cwd if cwd.is_dir() else None)
 
     def work(self, items: list[Any]) -> _Answers:
-        """Run the task on the items of a batch, one after the other."""
+        """Run the task on the items of a batch, one after the other, and return their results."""
         begun, results, failure = time.perf_counter(), list[tuple[Any, bool]](), None
         try:
             futures = [self._pool.submit(item) for item in items]
@@ -285,7 +285,7 @@ class NodeWorker:
 
 
 def package_versions() -> dict[str, str]:
-    """Return versions of everything that results depend on, for comparison between nodes."""
+    """Return the versions of Python, packages and longtake, on which a task's results depend."""
     found = {"Python": ".".join(platform.python_version_tuple()[:2])}
     for name in _PACKAGES:
         with suppress(PackageNotFoundError):
@@ -294,7 +294,7 @@ def package_versions() -> dict[str, str]:
 
 
 def version_differences(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> str:
-    """Return the error message about a node whose versions differ."""
+    """Return the error message about a cluster node whose package versions differ."""
     names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
     listed = ", ".join(
         f"{name} is {there.get(name, 'not installed')} there and {here.get(name, 'not installed')} "
@@ -305,7 +305,10 @@ def version_differences(node: str, there: Mapping[str, str], here: Mapping[str, 
 
 
 def _actor_class() -> type:
-    """Define the actor's class locally, so that Ray pickles its code: a node may lack longtake."""
+    """Define the class of Ray actors inside a function, so that Ray pickles its code.
+
+    A node may lack longtake.
+    """
 
     class RayWorker:
         def begin(self, setup: bytes, versions: dict[str, str]) -> tuple[str, str, Any]:
@@ -334,14 +337,14 @@ def _actor_class() -> type:
 
 @dataclass(eq=False)
 class _Actor:
-    """A Ray actor with the name of its node, which is empty until the actor has started."""
+    """A Ray actor and the name of its node, which is empty until the actor has started."""
 
     handle: Any
     node: str = ""
 
 
 class _RayRun(Generic[Item, Result]):
-    """Actors of one task, and the items that each of them works on.
+    """Ray actors (remote workers) of one task, and the items that each of them works on.
 
     An actor keeps its cores or GPU, and what it has loaded, until the end. A lost actor (its node
     went away, or was out of memory) is replaced, and its items are repeated one by one. Ray's own
@@ -406,7 +409,7 @@ class _RayRun(Generic[Item, Result]):
             self._starting[actor.handle.begin.remote(self._setup, self._versions)] = actor
 
     def _look_at_nodes(self) -> None:
-        """Find out the resources of an actor, and how many actors the cluster has room for now."""
+        """Choose the cores and GPUs of a Ray actor, and count the actors that the cluster fits."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cores, gpus = ([int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU"))
         num_gpus = int(self._task.uses_gpu and any(gpus))
@@ -486,7 +489,7 @@ class _RayRun(Generic[Item, Result]):
 
 @contextmanager
 def _markers(folders: Iterable[Path]) -> Iterator[list[Path]]:
-    """Create a file in each folder, so that nodes can check that they see the same folder."""
+    """Create a file in each folder; nodes look for it to check that they see the same folder."""
     markers = [folder.resolve() / f".sign-{secrets.token_hex(8)}" for folder in folders]
     try:
         for marker in markers:

@@ -1,4 +1,4 @@
-"""Captions that samples are trained with: trigger word, prefix and shuffled tags.
+"""Captions as samples are trained with them: with trigger word, prefix and shuffled tags.
 
 They are a pure function of the clip's caption, the recipe and the sample's seed, so that a resumed
 run trains the same texts.
@@ -21,13 +21,16 @@ _PLAIN = CaptionsSection()
 
 
 def with_sample_caption(clip: Clip, source: str, data: DataSection, seed: int) -> Clip:
-    """Return a clip with the caption of one of its samples."""
+    """Return a clip with its caption as one sample is trained with it."""
     text = sample_caption(clip.caption, source, data, seed)
     return clip if text == clip.caption else replace(clip, caption=text)
 
 
 def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> str:
-    """Return the caption of a sample from a catalog; an empty one stays empty."""
+    """Return a clip's caption with trigger word, prefix and shuffled tags of one sample.
+
+    An empty caption stays empty.
+    """
     how = data.captions.get(source, _PLAIN)
     if how.shuffle_tags:
         # The first `keep_tags` tags keep their place, the others are permuted.
@@ -55,7 +58,7 @@ def caption_variants(captions: Iterable[str], source: str, data: DataSection) ->
 
 
 def all_captions(catalogs: dict[str, Catalog], data: DataSection) -> list[str]:
-    """Return `caption_variants` of all catalogs, for a vocabulary or to count tokens."""
+    """Return all captions that samples may have, for a vocabulary or to count tokens."""
     return [
         text
         for source, catalog in catalogs.items()

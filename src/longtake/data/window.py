@@ -27,7 +27,7 @@ _AGAIN = "index it again"
 
 @dataclass(frozen=True)
 class Crop:
-    """Scaling of a frame to cover a bucket's size, and the position of the cut."""
+    """Scaling of a frame so that it covers a training size, and the position of the crop in it."""
 
     scaled_height: int
     scaled_width: int
@@ -46,7 +46,7 @@ class Size(Protocol):
 
 
 class FrameSpan(Protocol):
-    """Interface of everything that specifies frames to read: windows and further inputs."""
+    """Interface of all that specifies frames to read: windows of clips, and inputs of them."""
 
     @property
     def start(self) -> int: ...
@@ -62,7 +62,10 @@ class FrameSpan(Protocol):
 
 
 def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float = 0.5) -> Crop:
-    """Return the crop that covers a shape, cut at `across` and `down` (0 to 1; 0.5: the middle)."""
+    """Return the crop of a picture that covers a training size, cut at `across` and `down`.
+
+    Both are from 0 to 1; 0.5 is the middle.
+    """
     scale = max(shape.height / height, shape.width / width)
     # Rounding must not make the picture smaller than the bucket.
     scaled_height = max(shape.height, round(height * scale))
@@ -75,7 +78,7 @@ def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Specification of the pixels to read from a clip: frames, scaling and crop."""
+    """Specification of the pixels to read from a clip: its frames, scaling and crop."""
 
     identity: str  # identity of the clip
     media: Media
@@ -118,7 +121,7 @@ class Window:
 
 
 def some_frames(window: Window, number: int, count: int = 1) -> Window:
-    """Return a window of `count` frames of this window, from frame `number` of it on."""
+    """Return a window of only `count` frames of this one, from its frame `number` on."""
     only = slice(number, number + count)
     return replace(
         window,
@@ -194,13 +197,13 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
 
 
 def frame_indices(span: FrameSpan) -> Sequence[int]:
-    """Return the indices of the frames to read, counted from 0, not descending."""
+    """Return the indices in the video of the frames to read, from 0, not descending."""
     end = span.start + (span.num_frames - 1) * span.stride + 1
     return span.frames or range(span.start, end, span.stride)
 
 
 def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:
-    """Yield the frames with these indices; a repeated index repeats its frame."""
+    """Yield a video's frames with these indices; a repeated index repeats its frame."""
     place = 0
     for number, frame in enumerate(frames):
         while place < len(indices) and indices[place] == number:
@@ -213,7 +216,7 @@ def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[Vi
 def at_timestamps(
     media: Media, timestamps: Iterable[int], frames: Iterator[VideoFrame]
 ) -> Iterator[VideoFrame]:
-    """Yield the frames with these timestamps until the file ends; raise if one is missing."""
+    """Yield a video's frames with these timestamps; raise if one is missing."""
     frame: VideoFrame | None = None
     for wanted in timestamps:
         # Frames before the wanted one are dropped; a repeated timestamp keeps its frame.
@@ -230,7 +233,7 @@ def at_timestamps(
 def planes(
     window: Window, stream: VideoStream, frame: VideoFrame, reformatter: VideoReformatter
 ) -> Sequence[NDArray[np.uint8]]:
-    """Return the red, green and blue plane [height, width] of a frame, as a window shows it."""
+    """Return the red, green and blue plane [height, width] of a frame, scaled for a window."""
     turned = is_turned(window.rotation)
     shown = square_size(window.media, stream, frame)
     _check_size(window, *(shown[::-1] if turned else shown))

@@ -35,12 +35,11 @@ Item = TypeVar("Item")
 ClipItem = TypeVar("ClipItem", bound=clip.Clip | clip.Item)
 Result = TypeVar("Result")
 Reply = tuple[Literal["ready", "progress", "fetched", "done", "failed", "refused"], Any]
-"""Message of a worker: its kind and value.
+"""Message of a worker process: its kind and value.
 
 A worker sends `ready` once. For each item it sends any number of `progress`, `fetched` with the
-traffic from stores, and at the end `done` with the result, `failed` with the reason, or `refused`
-with an error that ends the work.
-"""
+traffic from stores, and at the end `done` with the result, `failed` with the reason, or
+`refused` with an error that ends the work."""
 
 PROGRAM: tuple[str, ...] = ("longtake.data.decode_worker",)
 SILENCE_SECONDS = 60.0
@@ -52,7 +51,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS
 
 
 class Task(ABC, Generic[Item, Result]):
-    """Work that is done to each item. Tasks, items and results are pickled.
+    """Work that worker processes do for each item. Tasks, items and results are pickled.
 
     Expensive state such as a model is a `cached_property`: each process creates its own at its
     first item.
@@ -79,10 +78,10 @@ class Task(ABC, Generic[Item, Result]):
 
     @abstractmethod
     def lost(self, item: Item, reason: str) -> Result:
-        """Return the result of an item that failed, or at which the process hung or crashed."""
+        """Return the result of an item that failed, or whose process hung or crashed."""
 
     def reads(self, item: Item) -> str:
-        """Return the path of an item's file, which every machine must see; empty if it has none."""
+        """Return the path of an item's file, which every machine must see; "" if it has none."""
         return ""
 
     @property
@@ -92,7 +91,7 @@ class Task(ABC, Generic[Item, Result]):
 
 
 class ClipTask(Task[ClipItem, Result | errors.ClipError]):
-    """Task whose items are clips or files; for one that cannot be read, the result is ClipError."""
+    """Task whose items are clips or files; the result of an unreadable one is a ClipError."""
 
     def lost(self, item: ClipItem, reason: str) -> Result | errors.ClipError:
         return errors.ClipError(str(item.media), reason)
@@ -103,7 +102,7 @@ class ClipTask(Task[ClipItem, Result | errors.ClipError]):
 
 @dataclass(frozen=True)
 class WorkerIncident:
-    """A worker that hung (`stalled`) or ended by itself (`died`), and was replaced."""
+    """A worker process that hung (`stalled`) or ended by itself (`died`), and was replaced."""
 
     kind: Literal["stalled", "died"]
     pid: int
@@ -114,12 +113,12 @@ class WorkerIncident:
 
     @property
     def identity(self) -> str:
-        """Identity of the clip that was worked on; empty if there was none."""
+        """Identity of the clip that the lost worker was at; empty if there was none."""
         return getattr(self.item, "identity", "")
 
     @property
     def path(self) -> str:
-        """Path of the clip that was worked on; empty if there was none."""
+        """Path of the clip that the lost worker was at; empty if there was none."""
         return str(getattr(self.item, "media", ""))
 
 
@@ -176,7 +175,7 @@ class WorkerPool(Generic[Item, Result]):
         return job.future
 
     def incidents(self) -> list[WorkerIncident]:
-        """Return the workers that hung or died since the last call."""
+        """Return the worker processes that hung or died since the last call."""
         with self._lock:
             happened, self._incidents = self._incidents, []
         return happened
@@ -186,12 +185,12 @@ class WorkerPool(Generic[Item, Result]):
         return self._client.take_fetched()
 
     def running(self) -> dict[int, Item | None]:
-        """Return the item that each process works on, or None, by process id."""
+        """Return the item that each worker process is at, or None, by process id."""
         jobs = {each.pid: each.job for each in tuple(self._workers)}
         return {pid: job.item if job else None for pid, job in jobs.items()}
 
     def close(self) -> None:
-        """Kill the processes. Futures that are not done raise a RuntimeError."""
+        """Kill the worker processes; futures that are not done raise a RuntimeError."""
         self._stop(RuntimeError("the pool is closed"))
         self._supervisor.join()
         with self._lock:
@@ -350,7 +349,7 @@ class WorkerPool(Generic[Item, Result]):
                 )
 
     def _fail(self, job: "_Job", reason: str, where: str | None = None) -> None:
-        """Queue a failed job again, or finish it as lost when it is out of attempts.
+        """Queue an item again whose worker failed; after the last attempt, finish it as lost.
 
         `where` is the place in the code where the process hung or crashed; None if the item failed
         by itself.
@@ -389,7 +388,7 @@ class _Job:
 
 @dataclass(frozen=True)
 class _Start:
-    """Arguments with which each worker of a pool is started."""
+    """Arguments with which each worker process of a pool is started."""
 
     task: bytes  # pickled task
     num_threads: int
@@ -399,7 +398,7 @@ class _Start:
 
 
 class _Worker:
-    """Handle of a process of `longtake.data.decode_worker`.
+    """Handle of a worker process, which runs `longtake.data.decode_worker`.
 
     Arrays come back in anonymous shared memory (memfd, which the size of /dev/shm does not limit).
     Buffers are used in turn: one is copied out while the worker fills the other.
@@ -472,13 +471,16 @@ class _Worker:
         self.deadline = self.begun + silence_seconds
 
     def finish(self) -> None:
-        """Record that the worker has answered to its item, or is ready for the first one."""
+        """Record that the worker is done with its item, or ready for the first one."""
         self.job, self.is_ready = None, True
         self.given.set("")
 
     @cached_property
     def given(self) -> heartbeat.GivenClip:
-        """Heartbeat field for the current clip; opened late, as the worker creates its page."""
+        """Field of the worker's heartbeat for its current clip.
+
+        It is opened late, as the worker creates the page.
+        """
         folder, rank = self._heartbeats or (Path(), 0)
         return heartbeat.GivenClip(heartbeat.page_path(folder, "decode", rank, self.pid))
 
@@ -497,7 +499,7 @@ class _Worker:
         return out
 
     def end(self, patience_seconds: float = 0.0) -> tuple[int | None, str]:
-        """Kill the process unless it ends in this time; return its exit status and stderr."""
+        """Kill the worker process unless it ends in this time; return exit status and stderr."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(patience_seconds)
         self._process.kill()
