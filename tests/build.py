@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config, stacks
 from longtake.config import Recipe
+from longtake.metrics import Metrics
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import StreamedBlocks
 from longtake.parallel.mesh import World
@@ -125,6 +126,14 @@ def train_by(
     output, _ = process.communicate(timeout=600)
     assert (process.returncode != 0) is fails, output
     return output
+
+
+def make_row(step: int, loss: float | None = 0.5, **changes: Any) -> Metrics:
+    """Make a row of metrics.jsonl."""
+    rates = {"grad_norm": 1.0, "learning_rate": 1e-3}
+    seconds = {"step_seconds": 2.0, "data_seconds": 0.0, "time": 0.0}
+    row = {"step": step, "epoch": 0, "loss": loss, **rates, **seconds, **changes}
+    return cast("Metrics", row)
 
 
 def losses(recipe: Recipe) -> list[float]:

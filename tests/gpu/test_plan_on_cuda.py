@@ -138,9 +138,3 @@ def test_mixtures_take_what_was_predicted(weights: BlockWeights) -> None:
     unsplit = 2**20 * _num_large(real)
     assert beside == pytest.approx([memory.at["forward"], memory.peak_bytes], rel=0.03, abs=unsplit)
     assert outcome == pytest.approx(kept, rel=0.2 if weights == "nf4" else 0.05)
-
-
-def test_the_gpu_at_hand_has_its_own_memory() -> None:
-    gpu = device_for("cuda")
-    assert gpu.target == "cuda"
-    assert gpu.total_bytes == torch.cuda.get_device_properties(0).total_memory

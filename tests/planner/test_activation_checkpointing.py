@@ -1,12 +1,11 @@
 """Running blocks by an option: what comes out, and what autograd keeps."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from tests.build import LateCopies
+from tests.planner.build import make_toy
 from torch import Tensor, nn
 
 from longtake.config import RecomputeSection
@@ -43,8 +42,8 @@ def _copies_as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("_copies_as_late_as_may_be")
 @pytest.mark.parametrize("option", ACTIVATIONS)
 @pytest.mark.parametrize("dropout", [0.0, 0.4])
-def test_options_are_the_same_to_the_bit(toy: Any, option: Activations, dropout: float) -> None:
-    subject = toy("cpu", dropout=dropout)
+def test_options_are_the_same_to_the_bit(option: Activations, dropout: float) -> None:
+    subject = make_toy("cpu", dropout=dropout)
     kept = _outcome(subject, {})
     recomputed = _outcome(subject, dict.fromkeys(subject.blocks.values(), BlockOption(option)))
     assert len(kept) == 1 + len(list(subject.model.parameters()))
@@ -52,22 +51,14 @@ def test_options_are_the_same_to_the_bit(toy: Any, option: Activations, dropout:
 
 
 @pytest.mark.usefixtures("_copies_as_late_as_may_be")
-def test_mixtures_are_the_same_to_the_bit(toy: Any) -> None:
-    subject = toy("cpu", dropout=0.1, num_blocks=5)
+def test_mixtures_are_the_same_to_the_bit() -> None:
+    subject = make_toy("cpu", dropout=0.1, num_blocks=5)
     mixed = dict(zip(subject.blocks.values(), map(BlockOption, ACTIVATIONS), strict=False))
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, mixed)))
 
 
-def test_an_added_dropout_is_drawn_again(toy: Any) -> None:
-    subject = toy("cpu")
-    for block in subject.blocks.values():
-        block.register_forward_hook(lambda _, __, tokens: F.dropout(tokens, 0.5))
-    recomputed = dict.fromkeys(subject.blocks.values(), BlockOption("recompute"))
-    assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, recomputed)))
-
-
-def test_under_autocast_no_bf16_copies_of_weights_are_kept(toy: Any) -> None:
-    subject = toy("cpu", num_blocks=8, width=128)
+def test_under_autocast_no_bf16_copies_of_weights_are_kept() -> None:
+    subject = make_toy("cpu", num_blocks=8, width=128)
     tokens = torch.randn(1, 10, 6)
     subject.call_blocks_by(caller(dict.fromkeys(subject.blocks.values(), BlockOption("recompute"))))
     with measured(torch.device("cpu")) as memory, autocast("bf16", torch.device("cpu")):
@@ -78,8 +69,8 @@ def test_under_autocast_no_bf16_copies_of_weights_are_kept(toy: Any) -> None:
     assert memory.at["forward"] < copies / 8
 
 
-def test_without_gradients_nothing_is_kept(toy: Any) -> None:
-    subject = toy("cpu", num_blocks=1)
+def test_without_gradients_nothing_is_kept() -> None:
+    subject = make_toy("cpu", num_blocks=1)
     block, tokens = subject.blocks["blocks.0"], torch.randn(2, 40, 32)
     with torch.no_grad():
         outputs = [run_block(option, block, tokens) for option in ACTIVATIONS]

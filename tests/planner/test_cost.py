@@ -83,14 +83,6 @@ def test_without_failures_the_simulation_is_the_closed_form() -> None:
         assert model.goodput == pytest.approx(found.work / found.seconds)
 
 
-def test_a_failure_loses_half_an_interval_and_a_restart() -> None:
-    """What is saved is whole at once here; 6,000 failures in 1,000 days."""
-    model = replace(_RUN, stall=0.0, write=0.0)
-    found = _simulate(model, _DAYS)
-    assert found.num_failures == pytest.approx(6 * _DAYS, rel=0.05)
-    assert found.lost / found.num_failures == pytest.approx(900 / 2 + 180, rel=0.02)
-
-
 @pytest.mark.parametrize(
     "model",
     [

@@ -78,12 +78,6 @@ def test_the_gpu_at_hand_is_known_by_its_drivers_label(label: str, name: str | N
     assert _of_label(label) is (None if name is None else DEVICES[name])
 
 
-def test_this_processor_is_a_device() -> None:
-    assert device_named("cpu") is CPU
-    assert CPU.target == "cpu"
-    assert CPU.total_bytes is None
-
-
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [("h10", "h100"), ("a600", "a6000"), ("rtx409", "rtx4090"), ("cpus", "cpu"), ("", None)],
@@ -115,7 +109,8 @@ def test_figures_have_units_and_are_positive(name: str) -> None:
 
 
 def test_recipes_without_a_gpu_in_their_name() -> None:
-    assert device_for("cpu") is CPU
+    assert device_for("cpu") is device_named("cpu") is CPU
+    assert (CPU.target, CPU.total_bytes) == ("cpu", None)
     at_hand = device_for("auto")
     if not torch.cuda.is_available():
         assert at_hand is CPU

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.planner.build import make_tiny, make_toy
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,14 +41,14 @@ class _TorchsOwn(FakeTensorMode):  # type: ignore[no-untyped-call]
 
 
 @pytest.fixture(scope="module", params=["toy", "flux_kontext lora", "wan full"])
-def tracers(request: pytest.FixtureRequest, tiny: Any, toy: Any) -> tuple[Tracer, Tracer]:
+def tracers(request: pytest.FixtureRequest) -> tuple[Tracer, Tracer]:
     """Two tracers of one model: the project's, and one on torch's own mode."""
 
     def make() -> Tracer:
         if request.param == "toy":
-            return Tracer(toy(num_blocks=5, trained="blocks.1", dropout=0.1), CPU)
-        step = tiny(*request.param.split(), "bf16", device_named("a6000"))
-        return step.tracer  # type: ignore[no-any-return]
+            return Tracer(make_toy(num_blocks=5, trained="blocks.1", dropout=0.1), CPU)
+        family, kind = request.param.split()
+        return make_tiny(family, kind, "bf16", device_named("a6000")).tracer
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trace, "CachedFakeMode", _TorchsOwn)

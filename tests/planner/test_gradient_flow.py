@@ -16,9 +16,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import (
-    checkpoint,
-)
+from torch.utils.checkpoint import checkpoint
 
 from longtake.planner.gradient_flow import (
     SECOND_TIME,
@@ -29,185 +27,6 @@ from longtake.planner.gradient_flow import (
 )
 from longtake.planner.trace import make_fake
 from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recompute
-
-_LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0"]
-
-
-def _wan() -> Any:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        num_attention_heads=2,
-        attention_head_dim=12,
-        ffn_dim=16,
-        freq_dim=8,
-        num_layers=3,
-        in_channels=4,
-        out_channels=4,
-        text_dim=8,
-    )
-
-
-def _wan_inputs(dtype: torch.dtype) -> dict[str, Any]:
-    return {
-        "hidden_states": torch.randn(1, 4, 2, 4, 4, dtype=dtype),
-        "timestep": torch.rand(1),
-        "encoder_hidden_states": torch.randn(1, 3, 8, dtype=dtype),
-    }
-
-
-def _blocks(model: nn.Module) -> dict[str, nn.Module]:
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name.count(".") == 1 and name.split(".")[0].endswith("blocks")
-    }
-
-
-def _train(model: Any, what: str, dtype: torch.dtype) -> None:
-    """All of it, LoRA, or a module that follows the second block."""
-    if what == "full":
-        return
-    model.requires_grad_(False)
-    if what == "lora":
-        from peft import LoraConfig
-
-        model.add_adapter(LoraConfig(r=2, target_modules=_LORA_TARGETS))
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.to(dtype)
-        return
-    width = model.config.num_attention_heads * model.config.attention_head_dim
-    model.added_module = nn.Linear(width, width, dtype=dtype)
-
-    def follow(block: nn.Module, args: Any, output: Any) -> Any:
-        return output + model.added_module(output)
-
-    list(_blocks(model).values())[1].register_forward_hook(follow)
-
-
-def _recompute(model: Any, how: str) -> None:
-    if how == "diffusers":
-        model.enable_gradient_checkpointing()
-    elif how != "none":
-        model.enable_gradient_checkpointing(
-            lambda block, *args: checkpoint(block, *args, use_reentrant=how == "reentrant")
-        )
-
-
-def _watched(model: nn.Module, inputs: Mapping[str, Any]) -> GradientWatch:
-    with watching(model, _blocks(model), list(inputs.values())) as watch:
-        watch.backward(_loss(model, inputs))
-    return watch
-
-
-def _loss(model: nn.Module, inputs: Mapping[str, Any]) -> Tensor:
-    output: Tensor = model(**inputs, return_dict=False)[0]
-    return output.float().square().mean()
-
-
-@pytest.mark.parametrize("recompute", ["none", "diffusers"])
-@pytest.mark.parametrize("what", ["full", "lora", "module"])
-@pytest.mark.parametrize("kind", ["real", "fake"])
-def test_no_trap_where_all_is_well(kind: str, what: str, recompute: str) -> None:
-    model = _wan().bfloat16()
-    _train(model, what, torch.bfloat16)
-    _recompute(model, recompute)
-    with FakeTensorMode() if kind == "fake" else nullcontext():
-        if kind == "fake":
-            make_fake(model)
-        watch = _watched(model, _wan_inputs(torch.bfloat16))
-    is_idle = what == "module" and recompute != "none"  # the block before the module's is frozen
-    assert ["saves nothing" in trap.trap for trap in flow_traps(watch)] == [True] * is_idle
-    assert watch.unreached() == []
-    assert watch.reached() == watch.parameters != []
-
-
-@pytest.mark.parametrize("kind", ["real", "fake"])
-def test_lora_in_reentrant_regions_is_found(kind: str) -> None:
-    model = _wan()
-    _train(model, "lora", torch.float32)
-    _recompute(model, "reentrant")
-    with FakeTensorMode() if kind == "fake" else nullcontext():
-        if kind == "fake":
-            make_fake(model)
-        watch = _watched(model, _wan_inputs(torch.float32))
-    [trap] = flow_traps(watch)
-    assert watch.reached() == []
-    assert trap.stops
-    assert trap.block == next(iter(watch.blocks))
-    assert f"{len(watch.parameters)} trainable parameters" in trap.trap
-
-
-def test_lora_in_fp32_on_a_bf16_base_is_found() -> None:
-    model, inputs = _wan().bfloat16(), _wan_inputs(torch.bfloat16)
-    _train(model, "lora", torch.float32)
-    [trap] = flow_traps(_watched(model, inputs))
-    video, text, width = 2 * 2 * 2, 3, 24
-    tokens_per_block = 6 * video + 2 * text  # keys and values of cross-attention are the text's
-    assert not trap.stops
-    assert "24 of their layers" in trap.trap
-    assert f"{3 * tokens_per_block * width * 4 / 2**10:.2f} KiB in all" in trap.trap
-
-
-def test_gradients_are_the_same_to_the_bit() -> None:
-    gradients = []
-    for is_watched in (False, True):
-        torch.manual_seed(0)
-        model, inputs = _wan(), _wan_inputs(torch.float32)
-        _recompute(model, "diffusers")
-        with watching(model, _blocks(model)) if is_watched else nullcontext():
-            _loss(model, inputs).backward()  # type: ignore[no-untyped-call]
-        gradients.append([parameter.grad for parameter in model.parameters()])
-    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
-
-
-def test_nothing_of_the_watch_is_left() -> None:
-    model = _wan()
-    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
-    apply = torch.autograd.Function.__dict__["apply"]
-    with pytest.raises(ZeroDivisionError), watching(model, _blocks(model)):
-        raise ZeroDivisionError
-    _watched(model, _wan_inputs(torch.float32))
-    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is before
-    assert torch.autograd.Function.__dict__["apply"] is apply
-    for module in model.modules():
-        assert not module._forward_pre_hooks
-        assert not module._forward_hooks
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
-
-
-def test_a_gradient_of_an_earlier_step_does_not_count() -> None:
-    model, inputs = _wan(), _wan_inputs(torch.float32)
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with watching(model, _blocks(model)) as watch:
-        watch.backward(model.proj_out.weight.sum())
-    assert watch.reached() == ["proj_out.weight"]
-    assert _watched(model, inputs).unreached() == []
-
-
-def test_a_module_that_fails_and_is_called_again() -> None:
-
-    class Careful(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
-
-        def forward(self, tokens: Tensor) -> Tensor:
-            with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-                self.blocks[0](torch.randn(3))
-            return self.blocks[1](self.blocks[0](tokens).detach())  # type: ignore[no-any-return]
-
-    model = Careful()
-    with watching(
-        model, {f"blocks.{index}": each for index, each in enumerate(model.blocks)}
-    ) as watch:
-        watch.backward(model(torch.randn(3, 2)).sum())
-    [trap] = flow_traps(watch)
-    assert trap.block == "model"
-    assert trap.trap.startswith("The detach() (or .data) in model")
-
 
 _A, _B = 1, 2
 
@@ -781,6 +600,64 @@ def test_what_keeps_gradient_from_parameters_is_said(traps_of: Any, case: str) -
         where, *parts = texts.split(" | ")
         assert where == f"{trap.block} {'stops' if trap.stops else 'note'}"
         assert all(part in str(trap) for part in parts), str(trap)
+
+
+def _gradients(model: Model) -> list[Tensor]:
+    torch.manual_seed(1)
+    model(torch.randn(2, 4)).square().mean().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def test_gradients_are_the_same_to_the_bit() -> None:
+    outcomes = []
+    for is_watched in (False, True):
+        torch.manual_seed(0)
+        model = Model(_each(reentrant=False))
+        with watching(model, _blocks_of(model)) if is_watched else nullcontext():
+            outcomes.append(_gradients(model))
+    assert len(outcomes[0]) == 8
+    assert all(map(torch.equal, *outcomes))
+
+
+def test_nothing_of_the_watch_is_left() -> None:
+    model = Model(_each(reentrant=False))
+    before = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    apply = torch.autograd.Function.__dict__["apply"]
+    with pytest.raises(ZeroDivisionError), watching(model, _blocks_of(model)):
+        raise ZeroDivisionError
+    with watching(model, _blocks_of(model)):
+        _gradients(model)
+    assert torch.utils.checkpoint._checkpoint_without_reentrant_generator is before
+    assert torch.autograd.Function.__dict__["apply"] is apply
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_gradient_of_an_earlier_step_does_not_count() -> None:
+    model = Model(_plain)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    last = model.blocks[3].linear
+    with watching(model, _blocks_of(model)) as watch:
+        watch.backward(last.weight.sum())  # type: ignore[operator, union-attr]
+    assert watch.reached() == ["blocks.3.linear.weight"]
+
+
+def test_a_module_that_fails_and_is_called_again() -> None:
+    def run(model: Model, tokens: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            model.blocks[0](torch.randn(3))
+        return model.blocks[1](model.blocks[0](tokens).detach())  # type: ignore[no-any-return]
+
+    model = Model(run)
+    model.blocks = model.blocks[:2]
+    with watching(model, _blocks_of(model)) as watch:
+        watch.backward(model(torch.randn(3, 4)).sum())
+    [trap] = flow_traps(watch)
+    assert trap.block == "model"
+    assert trap.trap.startswith("The detach() (or .data) in model")
 
 
 def test_an_input_that_requires_gradient_is_no_demand() -> None:

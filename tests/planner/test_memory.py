@@ -68,14 +68,6 @@ def test_bytes_are_those_of_the_real_optimizer(
     assert later.peak_bytes == pytest.approx(predicted.step, rel=0.01, abs=64)
 
 
-def test_a_model_without_values_will_do() -> None:
-    """The plan of a large model is made on the meta device."""
-    section = _section(kind="muon")
-    networks = [_network(torch.bfloat16), _network(torch.bfloat16).to("meta")]
-    one, other = (optimizer_bytes(each, _blocks(each), section, "bf16") for each in networks)
-    assert one == other
-
-
 @pytest.mark.parametrize(("dtype", "per_number"), [(torch.float32, 8), (torch.bfloat16, 12)])
 def test_offloaded_states_are_in_the_computers_memory(dtype: torch.dtype, per_number: int) -> None:
     network = _network(dtype)

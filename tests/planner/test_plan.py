@@ -3,7 +3,7 @@
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,24 +33,13 @@ from longtake.training.train import train
 _Make = Callable[..., Recipe]
 _CPU = torch.device("cpu")
 _ALONE, _OF_TWO = World(0, 0, 1, _CPU, None), World(0, 0, 2, _CPU, None)
+_ON_GPU = World(0, 0, 1, torch.device("cuda", 0), None)
 _SMALL = ("training.steps=4",)
 _ONE_BLOCK = (*_SMALL, "model.config={hidden_size=48, num_blocks=1}")
 
 
-@pytest.fixture
-def exact() -> Iterator[None]:
-    """As memory is predicted on a CPU: oneDNN's scratchpads have no formula, threads have tiles."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(_enabled=False)  # type: ignore[no-untyped-call]
-    yield
-    torch.backends.mkldnn.set_flags(_enabled=True)  # type: ignore[no-untyped-call]
-    torch.set_num_threads(threads)
-
-
 _TRAPS = {
-    "reentrant, in a dict": (
-        "checkpoint(self.change, given, use_reentrant=True)",
+    "checkpoint(self.change, given, use_reentrant=True)": (
         "Not everything would train.\n"
         "added_modules.own around caption_block: added_modules.own around caption_block runs in a "
         "reentrant recompute region, and what carries gradient is handed to it inside a dict, list "
@@ -59,25 +48,27 @@ _TRAPS = {
         "Untrained: 5 trainable parameters (added_modules.own.style, "
         "added_modules.own.first.weight, added_modules.own.first.bias and 2 more).\n"
         "  Fix: Call torch.utils.checkpoint.checkpoint with use_reentrant=False, or drop the call "
-        'and set recompute.policy = "all"; or hand that tensor over as an argument of its own.',
+        'and set recompute.policy = "all"; or hand that tensor over as an argument of its own.'
     ),
-    "a layer that is not used": (
-        "tokens + self.first(tokens) * prepared['style']",
+    "tokens + self.first(tokens) * prepared['style']": (
         "Not everything would train.\n"
         "added_modules.own.second: No parameter of added_modules.own.second gets a gradient: the "
         "forward pass does not use them. Untrained: 2 trainable parameters "
         "(added_modules.own.second.weight and added_modules.own.second.bias).\n"
         "  Fix: If they are meant to train, use them, or what they compute, in the forward pass; "
-        "if not, freeze them with requires_grad_(False).",
+        "if not, freeze them with requires_grad_(False)."
     ),
 }
 
 
-@pytest.mark.parametrize("trap", _TRAPS)
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    _TRAPS.items(),
+    ids=["a reentrant region is handed a dict", "a layer is not used"],
+)
 def test_a_trap_stops_before_there_is_a_run(
-    trap: str, small_recipe: _Make, own_module: Callable[[str], str]
+    returned: str, message: str, small_recipe: _Make, own_module: Callable[[str], str]
 ) -> None:
-    returned, message = _TRAPS[trap]
     recipe = small_recipe(*_SMALL, f"trainable.modules.own.module={own_module(returned)}")
     with pytest.raises(PlanError) as refused:
         train(recipe, QUIET)
@@ -94,11 +85,12 @@ _WITHIN = {  # a budget in which only a mixture of options is the fastest
 }
 
 
-@pytest.mark.usefixtures("exact")
+@pytest.mark.usefixtures("without_onednn")
 @pytest.mark.parametrize("case", _WITHIN)
 def test_every_policy_trains_the_same_and_takes_what_was_predicted(
-    case: str, request: pytest.FixtureRequest, tmp_path: Path
+    case: str, request: pytest.FixtureRequest, tmp_path: Path, threads: Callable[[int], None]
 ) -> None:
+    threads(1)  # others have tiles of their own, which no formula knows
     fixture, changes, memory, policies = _WITHIN[case]
     make: _Make = request.getfixturevalue(fixture)
 
@@ -218,11 +210,11 @@ def test_a_model_that_cannot_be_followed_may_train(
     (note,) = plan.notes
     assert note.startswith("Gradients are unchecked. The model cannot be planned (")
     assert (plan.memory, plan.activation_bytes) == (None, None)
+    without_policy = config.changed(recipe, ["recompute={}"])
+    on_gpu = make_plan(without_policy, "fp32", _ON_GPU, 2**30)
+    assert (on_gpu.policy, on_gpu.notes[0][:24]) == ("none", note[:24])
     with pytest.raises(PlanError, match=r"^The model cannot be planned \("):
         make_plan(config.changed(recipe, ["recompute={memory='9MiB'}"]), "fp32", _ALONE)
-
-
-_ON_GPU = World(0, 0, 1, torch.device("cuda", 0), None)
 
 
 def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
@@ -239,16 +231,6 @@ def test_without_a_memory_in_the_recipe_the_gpu_is_asked(
     assert plan.budget_bytes == int(2**30 * 0.93)
     with pytest.raises(PlanError, match=r"1\.86 MiB"):
         make_plan(recipe, "fp32", _ON_GPU, 2 * 2**20)
-
-
-def test_what_cannot_be_planned_trains_without_a_memory_in_the_recipe(
-    small_recipe: _Make, own_module: Callable[[str], str]
-) -> None:
-    module = own_module("tokens * 2 if tokens.sum() > 0 else self.change(given)")
-    recipe = small_recipe(*_SMALL, f"trainable.modules.own.module={module}")
-    plan = make_plan(recipe, "fp32", _ON_GPU, 2**30)
-    assert plan.policy == "none"
-    assert "Gradients are unchecked" in plan.notes[0]
 
 
 def test_several_gpus_leave_room_for_nccl(small_recipe: _Make) -> None:

@@ -4,25 +4,22 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.planner.build import make_tiny, make_toy
 
-from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
-from longtake.planner.block_weights import weight_costs
+from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU, device_named
-from longtake.planner.record import KEEP, Activations, BlockOption
+from longtake.planner.record import KEEP, BlockOption
 from longtake.planner.solver import (
     BlockCosts,
     PolicySweep,
-    costs_of,
     fastest,
     find_best,
     sweep_policies,
@@ -143,60 +140,15 @@ def test_a_slow_link_is_waited_for(seed: int) -> None:
         assert costs.predicted_seconds(found) <= costs.predicted_seconds(none) * _GAP
 
 
-@given(st.integers(0, 10_000))
-@settings(max_examples=10, deadline=None)
-def test_more_memory_never_costs_time(seed: int) -> None:
-    given_costs = _random_costs(seed)
-    peaks = _all_peaks(given_costs)
-    times = []
-    for budget in np.linspace(min(peaks), max(peaks), 8):
-        found = fastest(given_costs, budget)
-        assert found is not None
-        times.append(given_costs.predicted_seconds(found))
-    assert all(later <= earlier * _GAP for earlier, later in pairwise(times))
-
-
-def _toy_costs(subject: Any) -> BlockCosts:
-    names, tracer = tuple(subject.blocks), Tracer(subject, CPU)
-    policies: Mapping[Activations, str] = {
-        "keep": "none",
-        "save-attention": "save-attention",
-        "recompute": "all",
-    }
-    return costs_of(
-        {option: tracer.trace(options_of(name, names)) for option, name in policies.items()},
-        [weight_costs("keep", list(subject.blocks.values()), CPU)],
-    )
-
-
-def test_all_the_room_there_is_buys_all_the_time(toy: Any) -> None:
-    toy_costs = _toy_costs(toy(num_blocks=5))
-    roomy = fastest(toy_costs, 1e12)
-    assert roomy == dict.fromkeys(toy_costs.names, KEEP)
-    assert fastest(toy_costs, toy_costs.least_peak - 1) is None
-
-
-def test_traced_costs_are_what_was_traced(toy: Any) -> None:
-    subject = toy(num_blocks=4)
-    toy_costs, tracer = _toy_costs(subject), Tracer(subject, CPU)
-    for policy in ("none", "save-attention", "all"):
-        options = options_of(policy, toy_costs.names)
-        trace = tracer.trace(options)
-        assert toy_costs.predicted_seconds(options) == pytest.approx(trace.seconds)
-        assert toy_costs.peak_bytes(options) == pytest.approx(trace.peak_bytes, rel=0.005), policy
-
-
-def test_blocks_upstream_of_what_trains_save_nothing(toy: Any) -> None:
-    toy_costs = _toy_costs(toy(trained="blocks.3", num_blocks=5))
-    assert (toy_costs.saved[:3] == 0).all()
-    assert (toy_costs.backward[:3] == 0).all()
-    assert (toy_costs.saved[3:, ACTIVATIONS.index("keep")] > 0).all()
-    tightest = min(
-        toy_costs.peak_bytes(options_of(policy, toy_costs.names)) for policy in ("none", "all")
-    )
-    found = fastest(toy_costs, tightest)
+def test_blocks_upstream_of_what_trains_save_nothing() -> None:
+    costs = sweep_policies(Tracer(make_toy(trained="blocks.3", num_blocks=5), CPU)).costs
+    assert (costs.saved[:3] == 0).all()
+    assert (costs.backward[:3] == 0).all()
+    assert (costs.saved[3:, costs.options.index(KEEP)] > 0).all()
+    peaks = [costs.peak_bytes(options_of(policy, costs.names)) for policy in ("none", "all")]
+    found = fastest(costs, min(peaks))
     assert found is not None
-    assert [found[name] for name in toy_costs.names[:3]] == [KEEP] * 3
+    assert [found[name] for name in costs.names[:3]] == [KEEP] * 3
 
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -206,13 +158,13 @@ _EXAMPLES_OF_ONE_MODEL = settings(
 
 
 @pytest.fixture(scope="module")
-def surveyed(request: pytest.FixtureRequest, tiny: Any, toy: Any) -> tuple[Tracer, PolicySweep]:
+def surveyed(request: pytest.FixtureRequest) -> tuple[Tracer, PolicySweep]:
     """A tracer of the model that is asked for, with its survey."""
     family, kind = request.param.split()
     tracer = (
-        Tracer(toy(num_blocks=5, trained=kind), CPU)
+        Tracer(make_toy(num_blocks=5, trained=kind), CPU)
         if family == "toy"
-        else tiny(family, kind, "bf16", device_named("a6000")).tracer
+        else make_tiny(family, kind, "bf16", device_named("a6000")).tracer
     )
     return tracer, sweep_policies(tracer)
 

@@ -1,20 +1,23 @@
 """Tracing a step without values: what it says is what the allocator does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.build import hold_weights
+from tests.build import fill_weights, hold_weights, measure_step
+from tests.planner.build import make_tiny, make_toy
 from torch import Tensor, nn
 
 from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
 from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import CPU, DeviceBudget, device_named
 from longtake.planner.record import Activations, BlockOption, BlockWeights
-from longtake.planner.trace import Subject, Tracer, seconds, tensors
+from longtake.planner.trace import Subject, Tracer, seconds
+
+Threads = Callable[[int], None]
 
 
 @pytest.mark.usefixtures("without_onednn")
@@ -25,113 +28,73 @@ from longtake.planner.trace import Subject, Tracer, seconds, tensors
 )
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_byte_of_a_step_is_foreseen(
-    toy: Any,
-    really: Any,
-    threads: Any,
-    policy: str,
-    trained: str,
-    num_threads: int,
+    threads: Threads, policy: str, trained: str, num_threads: int
 ) -> None:
     """Forward's end, peak and end are the allocator's, whatever trains and is recomputed."""
     threads(num_threads)
-    planned = toy("meta", trained)
+    planned = make_toy("meta", trained)
     options = options_of(policy, tuple(planned.blocks))
     trace = Tracer(planned, CPU).trace(options)
-    memory = really(toy("cpu", trained), options)
+    memory = measure_step(make_toy("cpu", trained), options)
     assert trace.forward_end_bytes - trace.weight_bytes == memory.at["forward"]
     assert trace.peak_bytes - trace.weight_bytes == memory.peak_bytes
     assert trace.end_bytes - trace.weight_bytes == memory.end_bytes
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize(
-    ("family", "kind", "dtype", "training"),
-    [
-        ("flux_kontext", "full", "fp32", {}),
-        ("wan", "full", "fp32", {}),
-        ("flux_kontext", "lora", "bf16", {}),
-        ("wan", "lora", "fp32", {"precision": "bf16"}),
-        ("wan_masked", "lora", "fp32", {}),
-    ],
-    ids=lambda value: str(value) if value else "as they are",
-)
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_families_are_foreseen(
-    tiny: Any,
-    fill: Any,
-    really: Any,
-    threads: Any,
-    family: str,
-    kind: str,
-    dtype: str,
-    training: dict[str, Any],
-) -> None:
-    """FLUX and Wan to 1 %; LoRA's scales, 8 bytes each, are in no trace."""
+@pytest.mark.parametrize("family", ["flux_kontext", "wan"])
+def test_families_are_foreseen_to_the_byte(threads: Threads, family: str) -> None:
     threads(1)
-    planned, real = (tiny(family, kind, dtype, **training).tracer for _ in range(2))
-    fill(real.subject.model)
+    planned, real = (make_tiny(family, "full").tracer for _ in range(2))
+    fill_weights(real.subject.model)
     for policy in ("none", "alternate", "save-attention"):
         options = options_of(policy, tuple(planned.subject.blocks))
-        trace = planned.trace(options)
-        memory = really(real.subject, options)
-        predicted = trace.peak_bytes - trace.weight_bytes
-        assert predicted == pytest.approx(memory.peak_bytes, rel=0.01), policy
-        if kind == "full":
-            assert predicted == memory.peak_bytes, policy
+        trace, memory = planned.trace(options), measure_step(real.subject, options)
+        assert trace.peak_bytes - trace.weight_bytes == memory.peak_bytes, policy
 
 
 _FROZEN: tuple[BlockWeights, ...] = ("keep", "stream", "int8", "fp8", "nf4")
+_MIXED = (*_FROZEN[1:], "keep")
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("first", range(len(_FROZEN)), ids=_FROZEN)
+@pytest.mark.parametrize("weights", [*((each,) for each in _FROZEN), _MIXED], ids="-".join)
 @pytest.mark.parametrize(
-    ("family", "dtype", "training"),
-    [("flux_kontext", "bf16", {}), ("wan", "fp32", {}), ("wan", "fp32", {"precision": "bf16"})],
+    ("family", "dtype", "precision"),
+    [("flux_kontext", "bf16", "fp32"), ("wan", "fp32", "fp32"), ("wan", "fp32", "bf16")],
     ids=["FLUX in bf16", "Wan in fp32", "Wan under autocast"],
 )
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
 def test_streamed_quantised_and_offloaded_blocks_are_foreseen(
-    tiny: Any,
-    fill: Any,
-    really: Any,
-    threads: Any,
-    family: str,
-    dtype: str,
-    training: dict[str, Any],
-    first: int,
+    threads: Threads, family: str, dtype: str, precision: str, weights: tuple[BlockWeights, ...]
 ) -> None:
-    """To 1 %: of each kind of weights every block, with all kinds of activations; and all mixed."""
+    """Every block with each kind of weights and all kinds of activations; and all mixed."""
     threads(1)
-    mixed = [_FROZEN[first:] + _FROZEN[:first]] if first in (1, 3) else []
-    for weights in ([_FROZEN[first]], *mixed):
-        planned, real = (tiny(family, "lora", dtype, **training).tracer for _ in range(2))
-        fill(real.subject.model)
-        _assert_foreseen(planned, real, weights, really)
+    _assert_foreseen(weights, family, dtype=dtype, precision=precision)
 
 
 @pytest.mark.usefixtures("without_onednn")
-@pytest.mark.parametrize("family", ["wan with modules", "flux_kontext with modules"])
+@pytest.mark.parametrize(
+    "family", ["wan with modules", "flux_kontext with modules", "wan with a mask"]
+)
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-def test_mixtures_with_modules_around_blocks_and_attention_are_foreseen(
-    tiny: Any, fill: Any, really: Any, threads: Any, family: str, monkeypatch: pytest.MonkeyPatch
+def test_mixtures_with_modules_and_masks_are_foreseen(
+    threads: Threads, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads(1)
     monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where its modules are found
-    planned, real = (tiny(family, "lora", "bf16").tracer for _ in range(2))
-    fill(real.subject.model)
-    _assert_foreseen(planned, real, _FROZEN[1:], really)
+    _assert_foreseen(_MIXED, family, dtype="bf16")
 
 
-def _assert_foreseen(
-    planned: Tracer, real: Tracer, weights: Sequence[BlockWeights], really: Any
-) -> None:
-    """Peak and forward's end to 1 %, with these kinds of weights in turn."""
+def _assert_foreseen(weights: Sequence[BlockWeights], family: str, **sections: Any) -> None:
+    """Peak and forward's end to 1 % with these weights in turn; LoRA's scales are in no trace."""
+    planned, real = (make_tiny(family, **sections).tracer for _ in range(2))
+    fill_weights(real.subject.model)
     pairs = zip(cycle(weights), cycle(reversed(ACTIVATIONS)), strict=False)
     names = real.subject.blocks
     options = {name: BlockOption(b, a) for name, (a, b) in zip(names, pairs, strict=False)}
     hold_weights(real.subject.blocks, options)
-    trace, memory = planned.trace(options), really(real.subject, options)
+    trace, memory = planned.trace(options), measure_step(real.subject, options)
     predicted = trace.peak_bytes - trace.weight_bytes
     assert predicted == pytest.approx(memory.peak_bytes, rel=0.01), weights
     forward_end = trace.forward_end_bytes - trace.weight_bytes
@@ -139,8 +102,8 @@ def _assert_foreseen(
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)
-def test_what_is_on_the_host_is_not_on_the_gpu(tiny: Any, activations: Activations) -> None:
-    tracer = tiny("flux_kontext", "lora", "bf16", device_named("a6000")).tracer
+def test_what_is_on_the_host_is_not_on_the_gpu(activations: Activations) -> None:
+    tracer = make_tiny("flux_kontext", "lora", "bf16", device_named("a6000")).tracer
     names = tuple(tracer.subject.blocks)
     here = tracer.trace(dict.fromkeys(names, BlockOption(activations)))
     away = tracer.trace(dict.fromkeys(names, BlockOption(activations, "stream")))
@@ -158,8 +121,8 @@ def test_what_is_on_the_host_is_not_on_the_gpu(tiny: Any, activations: Activatio
         assert freed == pytest.approx(sum(moved[:-1]), rel=0.2)  # some is other blocks' too
 
 
-def test_traces_leave_nothing_behind(toy: Any) -> None:
-    subject = toy()
+def test_traces_leave_nothing_behind() -> None:
+    subject = make_toy()
     tracer = Tracer(subject, CPU)
     first = tracer.trace({})
     tracer.trace(options_of("all", tuple(subject.blocks)))
@@ -169,9 +132,9 @@ def test_traces_leave_nothing_behind(toy: Any) -> None:
     assert all(parameter.grad is None for parameter in subject.model.parameters())
 
 
-def test_gradients_of_earlier_micro_batches_are_there(toy: Any) -> None:
-    anew = Tracer(toy(), CPU).trace({})
-    added = Tracer(toy(is_accumulating=True), CPU).trace({})
+def test_gradients_of_earlier_micro_batches_are_there() -> None:
+    anew = Tracer(make_toy(), CPU).trace({})
+    added = Tracer(make_toy(is_accumulating=True), CPU).trace({})
     gradients = anew.weight_bytes
     assert added.forward_end_bytes == anew.forward_end_bytes + gradients
     assert added.end_bytes == anew.end_bytes
@@ -179,19 +142,20 @@ def test_gradients_of_earlier_micro_batches_are_there(toy: Any) -> None:
 
 
 @pytest.mark.usefixtures("without_onednn")
-def test_accumulating_is_foreseen(toy: Any, really: Any) -> None:
-    planned, real = toy(is_accumulating=True), toy("cpu")
+def test_accumulating_is_foreseen() -> None:
+    planned, real = make_toy(is_accumulating=True), make_toy("cpu")
     options = options_of("alternate", tuple(planned.blocks))
     trace = Tracer(planned, CPU).trace(options)
-    really(real, options)
-    real.model.zero_grad = lambda **_: None  # the next runs add to what is there
-    memory = really(real, options)
+    measure_step(real, options)
+    # The next runs add to what is there.
+    real.model.zero_grad = lambda **_: None  # type: ignore[method-assign]
+    memory = measure_step(real, options)
     gradients = trace.weight_bytes
     assert trace.peak_bytes - trace.weight_bytes - gradients == memory.peak_bytes
 
 
-def test_names_who_gets_a_gradient(toy: Any) -> None:
-    subject = toy(trained="blocks.1")
+def test_names_who_gets_a_gradient() -> None:
+    subject = make_toy(trained="blocks.1")
     subject.model.idle = nn.Linear(3, 3, device="meta")
     watch = Tracer(subject, CPU).watch_gradients()
     assert watch.unreached() == ["idle.weight", "idle.bias"]
@@ -199,20 +163,20 @@ def test_names_who_gets_a_gradient(toy: Any) -> None:
     assert len(watch.reached()) == len(list(subject.blocks["blocks.1"].parameters()))
 
 
-def test_where_nothing_trains_no_gradient_passes(toy: Any) -> None:
-    trace = Tracer(toy(trained="nothing"), CPU).trace({})
+def test_where_nothing_trains_no_gradient_passes() -> None:
+    trace = Tracer(make_toy(trained="nothing"), CPU).trace({})
     assert all(block.backward is None for block in trace.blocks.values())
 
 
-def test_a_frozen_front_has_no_backward_pass(toy: Any) -> None:
-    trace = Tracer(toy(trained="blocks.1"), CPU).trace({})
+def test_a_frozen_front_has_no_backward_pass() -> None:
+    trace = Tracer(make_toy(trained="blocks.1"), CPU).trace({})
     passes = {name: block.backward is not None for name, block in trace.blocks.items()}
     assert passes == {"blocks.0": False, "blocks.1": True, "blocks.2": True}
 
 
 @pytest.mark.parametrize("option", ACTIVATIONS)
-def test_frozen_blocks_in_front_keep_nothing(toy: Any, option: Activations) -> None:
-    subject = toy(trained="blocks.2")
+def test_frozen_blocks_in_front_keep_nothing(option: Activations) -> None:
+    subject = make_toy(trained="blocks.2")
     options = dict.fromkeys(("blocks.0", "blocks.1"), BlockOption(option))
     trace = Tracer(subject, CPU).trace(options)
     tokens = 2 * 40 * 32 * 4
@@ -251,8 +215,8 @@ def test_shared_and_buffered_tensors_count_once() -> None:
     assert model.block.weight is model.again.weight
 
 
-def test_cuda_hands_out_multiples_of_512_bytes(toy: Any) -> None:
-    subject = toy()
+def test_cuda_hands_out_multiples_of_512_bytes() -> None:
+    subject = make_toy()
     sizes = [parameter.nbytes for parameter in subject.model.parameters()]
     trace = Tracer(subject, device_named("a6000")).trace({})
     assert trace.weight_bytes == sum(-(-size // 512) * 512 for size in sizes)
@@ -260,8 +224,8 @@ def test_cuda_hands_out_multiples_of_512_bytes(toy: Any) -> None:
     assert trace.end_bytes == 2 * trace.weight_bytes + trace.input_bytes
 
 
-def test_recomputing_takes_time_and_saves_memory(toy: Any) -> None:
-    subject = toy()
+def test_recomputing_takes_time_and_saves_memory() -> None:
+    subject = make_toy()
     tracer, names = Tracer(subject, CPU), tuple(subject.blocks)
     kept, recomputed = (tracer.trace(options_of(policy, names)) for policy in ("none", "all"))
     forward = sum(block.forward.seconds for block in kept.blocks.values())
@@ -334,11 +298,3 @@ def test_attentions_backward_pass_takes_five_products() -> None:
         *(query, query, query, query, query, rows, none, none, 1000, 1000, 0.0, False, none, none),
     )
     assert backward == pytest.approx(2.5 * forward)
-
-
-def test_finds_the_tensors_of_a_result() -> None:
-    one, other = torch.ones(1), torch.ones(2)
-    assert tensors(one)[0] is one
-    assert [id(tensor) for tensor in tensors((one, None, 3, other))] == [id(one), id(other)]
-    assert tensors([one, other])[1] is other
-    assert tensors(None) == tensors(3.0) == []
