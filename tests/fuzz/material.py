@@ -63,89 +63,41 @@ def finish(folder: Path) -> None:
     run = folder / "run"
     shutil.rmtree(run / "checkpoints" / "step_00000006")
     facts = {"skipped": [3, 4], "reason": "spike", "message": "the loss rose"}
-    append_json(run / "rollbacks.jsonl", {"time": now(), "from_step": 3, "to_step": 2, **facts})
-    append_json(
-        run / "events.jsonl",
-        {"time": now(), "event": "rolled_back", "step": 2, "from_step": 3, **facts},
-    )
-    verdict = {"kind": "skip", "reason": "non_finite", "message": "step 3 is bad", "began": 2}
-    sample = {
-        "step": 2,
-        "batch": 2,
-        "rank": 0,
-        "host": HOST,
-        "identity": "0" * 32,
-        "caption": "a red circle",
-        "epoch": 0,
-        "sigma": 0.25,
-        "loss": 1.0,
-    }
-    report = {
-        "step": 2,
-        "batch": 2,
-        "verdict": verdict,
-        "time": now(),
-        "history": [],
-        "samples": [sample],
-        "state": {"checkpoint": 0},
-    }
+    back = {"time": now(), "from_step": 3, **facts}
+    append_json(run / "rollbacks.jsonl", {**back, "to_step": 2})
+    append_json(run / "events.jsonl", {**back, "event": "rolled_back", "step": 2})
+    batch = {"step": 2, "batch": 2}
+    skip = {"reason": "non_finite", "message": "step 3 is bad", "began": 2}
+    sample = {**batch, "rank": 0, "host": HOST, "epoch": 0, "sigma": 0.25, "loss": 1.0}
+    sample |= {"identity": "0" * 32, "caption": "a red circle"}
+    report = {**batch, "verdict": {"kind": "skip", **skip}, "time": now(), "history": []}
+    report |= {"samples": [sample], "state": {"checkpoint": 0}}
     (run / "guard").mkdir(exist_ok=True)
     write_json(run / "guard" / "step_00000002_0.json", report)
-    told: dict[str, object] = {
-        "step": 2,
-        "batch": 2,
-        "verdict": "skip",
-        "reason": "non_finite",
-        "began": 2,
-    }
-    told |= {
-        "event": "update_skipped",
-        "message": "step 3 is bad",
-        "report": "guard/step_00000002_0.json",
-    }
-    append_json(run / "events.jsonl", {"time": now(), **told})
+    told = {**batch, **skip, "verdict": "skip", "report": "guard/step_00000002_0.json"}
+    append_json(run / "events.jsonl", {"time": now(), "event": "update_skipped", **told})
     _add_node(run, run / "nodes" / HOST)
 
 
 def _add_node(run: Path, node: Path) -> None:
     (node / "stacks").mkdir(parents=True)
-    heart = {
-        "pid": 4242,
-        "role": "rank",
-        "rank": 0,
-        "local_rank": 0,
-        "world_size": 1,
-        "phase": "forward",
-        "step": 3,
-        "alive": True,
-        "limit": 30.0,
-        "seconds": 1.0,
-    }
-    beat = {
-        "host": HOST,
-        "pid": 4241,
-        "beat": 3,
-        "launch": "abcd1234",
-        "ranks": [heart],
-        "workers": [],
-        "health": {"cpu_load": 0.5},
-        "addresses": {},
-        "stalls": 1,
-        "stall": "",
-        "watch_seconds_late": 0.0,
-        "by_hand": False,
-        "ended": False,
-        "time": now(),
-    }
-    write_json(node / "heartbeat.json", beat)
+    process = {"pid": 4242, "rank": 0, "world_size": 1, "phase": "forward", "step": 3}
+    rank = {**process, "role": "rank", "local_rank": 0, "alive": True, "limit": 30.0}
+    beat = {"host": HOST, "pid": 4241, "beat": 3, "launch": "abcd1234", "time": now()}
+    beat |= {"ranks": [rank | {"seconds": 1.0}], "workers": [], "health": {"cpu_load": 0.5}}
+    beat |= {"stalls": 1, "stall": "", "watch_seconds_late": 0.0, "addresses": {}}
+    write_json(node / "heartbeat.json", beat | {"by_hand": False, "ended": False})
     append_json(node / "health.jsonl", {"time": now(), "cpu_load": 0.5, "disk_free_bytes": 10**9})
-    append_json(node / "events.jsonl", {"time": now(), "event": "watcher_started", "pid": 4241})
     stalled = {"kind": "stuck", "step": 3, "token": "t_1", "verdict": "stalls/t_1.json"}
-    sentence = {"sentence": "rank 0 hangs", "suspects": [{"rank": 0, "host": HOST, "pid": 4242}]}
-    append_json(node / "events.jsonl", {"time": now(), "event": "stalled", **stalled, **sentence})
-    died = {"pid": 4242, "rank": 0, "phase": "forward", "out_of_memory": False, "step": 3}
-    died |= {"world_size": 1, "launch": "a", "kind": "killed", "error": "", "source": "watcher"}
-    append_json(node / "events.jsonl", {"time": now(), "event": "rank_failed", **died})
+    stalled |= {"sentence": "rank 0 hangs"}
+    stalled |= {"suspects": [{"rank": 0, "host": HOST, "pid": 4242}]}
+    died = {**process, "out_of_memory": False, "launch": "a", "kind": "killed", "error": ""}
+    for event, facts in (
+        ("watcher_started", {"pid": 4241}),
+        ("stalled", stalled),
+        ("rank_failed", died | {"source": "watcher"}),
+    ):
+        append_json(node / "events.jsonl", {"time": now(), "event": event, **facts})
     dump = {"token": "t_1", "time": now(), "host": HOST, "reason": "stall", "launch": "abcd1234"}
     write_json(node / "stacks" / "t_1.json", {**dump, "rounds": [], "missing": []})
     (run / "requests").mkdir()

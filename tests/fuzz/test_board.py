@@ -166,7 +166,7 @@ def _some(items: Sequence[Any], count: int, about: str) -> Sequence[Any]:
 
 @pytest.mark.parametrize("name", _RECORDS)
 def test_a_record_may_hold_anything(name: str, place: Path, look: Callable[[str], None]) -> None:
-    for path in _there(place, name):
+    for path in d.named(place, name)[:1]:
         whole = path.read_bytes() if path.is_file() else b""
         texts = (b"[]", b"{}", b"5", b"\xff\xfe\0", b"[" * DEEP, b'{"a":' * DEEP, whole[:50])
         for text in _some(texts, 2, name):
@@ -175,29 +175,18 @@ def test_a_record_may_hold_anything(name: str, place: Path, look: Callable[[str]
             look(f"{path.name} is {text[:60]!r}")
 
 
-def _there(place: Path, name: str) -> list[Path]:
-    return list(place.glob(name))[:1] if "*" in name else [place / name]
-
-
 @pytest.mark.parametrize("kind", ["pipe", "folder", "device", "loop", "dangling", "nothing"])
 def test_anything_may_be_where_a_file_or_folder_was(
     kind: str, base: Path, place: Path, look: Callable[[str], None]
 ) -> None:
     for name in _some((*_RECORDS, *_FOLDERS), 8, kind):
-        for path in _there(place, name):
+        for path in d.named(place, name)[:1]:
             if path.exists():
                 path.rename(place / "kept")
                 replace_with(path, kind)
                 look(f"{kind} at {name}")
-                _remove(path)
+                replace_with(path, "nothing")
                 (place / "kept").rename(path)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        path.rmdir()
-    else:
-        path.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("name", _LINES)
@@ -210,7 +199,7 @@ def test_lines_may_be_no_records(name: str, place: Path, look: Callable[[str], N
 def test_every_text_in_a_record_is_escaped(
     name: str, place: Path, look: Callable[[str], None]
 ) -> None:
-    for path in _there(place, name):
+    for path in d.named(place, name)[:1]:
         if path.suffix in (".json", ".jsonl") and path.is_file():
             lines = path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]
             for change in (_longer, _replaced):
