@@ -1,61 +1,46 @@
 """What a person sees: a bar in a terminal, a line now and then in a log."""
 
-import io
 import signal
 import time
 from io import StringIO
 
 import pytest
 from rich.console import Console
-from tests.build import wait_until
+from tests.build import make_row, wait_until
 from tests.monitor.build import make_heartbeat
 
 from longtake import progress
-from longtake.metrics import Metrics
 from longtake.progress import counted, phase_lines, step_progress
 
 
-def _row(step: int, loss: float = 0.5, seconds: float = 2.0) -> Metrics:
-    return Metrics(
-        step=step,
-        epoch=0,
-        loss=loss,
-        grad_norm=1.0,
-        learning_rate=1e-3,
-        step_seconds=seconds,
-        data_seconds=0.0,
-        time=0.0,
-    )
-
-
 def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    out, clock = io.StringIO(), [100.0]
+    out, clock = StringIO(), [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with step_progress(Console(file=out, width=100), 0, 100) as shown:
         for step in range(1, 11):
             clock[0] += 2.0
-            shown.update(_row(step))
+            shown.update(make_row(step))
         assert out.getvalue() == ""
         clock[0] += 2.0
-        shown.update(_row(11))
+        shown.update(make_row(11))
     assert out.getvalue() == "step 11/100 · loss 0.5000 · 0.50 steps/s · 2:58 left\n"
 
 
 def test_a_terminal_gets_a_bar() -> None:
-    out = io.StringIO()
+    out = StringIO()
     console = Console(file=out, force_terminal=True, width=100)
     with step_progress(console, 50, 100) as shown:
-        shown.update(_row(51, loss=1.0))
-        shown.update(_row(52, loss=0.0))
+        shown.update(make_row(51, loss=1.0))
+        shown.update(make_row(52, loss=0.0))
     assert "52/100" in out.getvalue()
     assert "loss 0.9500" in out.getvalue()
 
 
 def test_a_quiet_console_stays_quiet() -> None:
-    out = io.StringIO()
+    out = StringIO()
     console = Console(file=out, force_terminal=True, quiet=True)
     with step_progress(console, 0, 10) as shown:
-        shown.update(_row(1))
+        shown.update(make_row(1))
     assert out.getvalue() == ""
 
 
@@ -111,7 +96,7 @@ def test_a_log_is_told_how_far_counting_is(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_things_can_be_counted_before_their_number_is_known() -> None:
-    out = io.StringIO()
+    out = StringIO()
     with counted(Console(file=out, force_terminal=True, width=80), "index") as advance:
         advance(3, 7)
     assert "3/7" in out.getvalue()
@@ -121,9 +106,9 @@ def test_the_time_left_follows_the_speed_and_not_the_first_step() -> None:
     out = StringIO()
     console = Console(file=out, force_terminal=True, width=120)
     with step_progress(console, 0, 400) as shown:
-        shown.update(_row(1, seconds=60.0))
+        shown.update(make_row(1, step_seconds=60.0))
         for step in range(2, 101):
-            shown.update(_row(step, seconds=10.0 if step == 90 else 1.0))
+            shown.update(make_row(step, step_seconds=10.0 if step == 90 else 1.0))
     assert "0.85 steps/s · 5:54 left" in out.getvalue()
 
 

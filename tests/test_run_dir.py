@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import make_row
 
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import RecipeChangedError, RunError
 from longtake.fsio import append_json, read_json_lines
-from longtake.metrics import Metrics
 from longtake.run_dir import RunDirectory, beside, refuse_moved
 
 
@@ -41,19 +41,6 @@ def _contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def _metrics(step: int, loss: float) -> Metrics:
-    return Metrics(
-        step=step,
-        epoch=0,
-        loss=loss,
-        grad_norm=1.0,
-        learning_rate=1e-4,
-        step_seconds=0.1,
-        data_seconds=0.0,
-        time=0.0,
-    )
-
-
 def test_a_claim_writes_no_record(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path / "new" / "run")
     run.claim(_recipe(run.path))
@@ -74,7 +61,7 @@ def test_a_run_that_is_created_knows_its_recipe(tmp_path: Path) -> None:
 
 def test_another_recipe_is_refused_and_nothing_changes(tmp_path: Path) -> None:
     run = _begin(tmp_path / "run")
-    run.append_metrics(_metrics(1, 0.5))
+    run.append_metrics(make_row(1, 0.5))
     before = _contents(run.path)
     with pytest.raises(RecipeChangedError) as caught:
         run.claim(_recipe(run.path, steps=20, global_batch_size=4))
@@ -102,15 +89,10 @@ def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path)
     with pytest.raises(RecipeChangedError) as caught:
         run.claim(_recipe(run.path, steps=5))
     assert "on_change" not in str(caught.value)
-
-
-def test_the_command_of_a_longer_run_names_the_catalog_that_is_new(tmp_path: Path) -> None:
-    """Without it, the run would train the clips of its own recipe again."""
-    run = _begin(tmp_path / "run")
-    recipe = _recipe(run.path, steps=20)
-    data = recipe.data.model_copy(update={"catalog": Path("chunk 2.parquet")})
+    # Without the new catalog, the run would train the clips of its own recipe again.
+    changes = ["training.steps=20", "data.catalog=chunk 2.parquet"]
     with pytest.raises(RecipeChangedError) as caught:
-        run.claim(recipe.model_copy(update={"data": data}))
+        run.claim(config.changed(run.recipe(), changes))
     assert "data.catalog: 'catalog.parquet' there, 'chunk 2.parquet' now" in str(caught.value)
     assert "training.steps=20 --set 'data.catalog=chunk 2.parquet' --set" in str(caught.value)
 
@@ -144,7 +126,7 @@ def test_the_recipe_kept_is_the_newest_launchs(tmp_path: Path) -> None:
 def test_half_a_run_is_refused(tmp_path: Path) -> None:
     """Metrics without a recipe are somebody's work; they are not mixed with another run's."""
     run = _begin(tmp_path / "run")
-    run.append_metrics(_metrics(1, 0.5))
+    run.append_metrics(make_row(1, 0.5))
     run.recipe_path.unlink()
     with pytest.raises(RunError, match=r"has metrics but no recipe\.toml.*--set out=FOLDER"):
         run.claim(_recipe(run.path))
@@ -160,7 +142,7 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path) -> None:
         with pytest.raises(RunError, match="cannot be written"):
             run.create(_recipe(path))
         with pytest.raises(RunError, match="cannot be written"):
-            run.append_metrics(_metrics(1, 0.5))
+            run.append_metrics(make_row(1, 0.5))
         with pytest.raises(RunError, match="cannot be written"):
             run.append_event("finished")
     assert file.read_text() == "precious"
@@ -230,7 +212,7 @@ def test_appending_after_half_a_line_loses_no_record(tmp_path: Path) -> None:
 def test_of_a_step_that_was_run_twice_the_later_counts(tmp_path: Path) -> None:
     run = _begin(tmp_path / "run")
     for step, loss in [(1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25), (3, 0.35), (4, 0.4)]:
-        run.append_metrics(_metrics(step, loss))
+        run.append_metrics(make_row(step, loss))
     found = [(row["step"], row["loss"]) for row in run.metrics()]
     assert found == [(1, 0.1), (2, 0.25), (3, 0.35), (4, 0.4)]
 

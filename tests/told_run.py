@@ -61,18 +61,10 @@ class Teller:
                 self.states.append(loader.state_dict())
 
     def go_back(self, to_step: int, skipped: tuple[int, int], reason: str) -> None:
-        facts = {"skipped": list(skipped), "reason": reason, "message": "the loss has risen"}
         from_step = len(self.states) - 1
-        self.run.append_rollback(
-            {
-                "time": now(),
-                "from_step": from_step,
-                "to_step": to_step,
-                "skipped": list(skipped),
-                "reason": reason,
-                "message": "the loss has risen",
-            }
-        )
+        facts = {"skipped": list(skipped), "reason": reason, "message": "the loss has risen"}
+        rollback: Any = {"time": now(), "from_step": from_step, "to_step": to_step, **facts}
+        self.run.append_rollback(rollback)
         self.loader.skip(*skipped)
         self.loader.load_state_dict(self.states[to_step])
         self.states = self.states[: to_step + 1]
@@ -80,29 +72,18 @@ class Teller:
 
     def judge(self, step: int, kind: str, reason: str, began: int, number: int = 0) -> None:
         batch = self.seen[step]
-        verdict = {"kind": kind, "reason": reason, "message": f"step {step} is bad", "began": began}
+        facts = {"reason": reason, "message": f"step {step} is bad", "began": began}
         samples = [
             sample for each in range(max(1, step - 15), step + 1) for sample in self._samples(each)
         ]
+        place = {"step": step - 1, "batch": batch.step}
+        report = {**place, "verdict": {"kind": kind, **facts}, "time": now(), "samples": samples}
         path = self.run.guard_report_path(step - 1, number)
-        report = {
-            "step": step - 1,
-            "batch": batch.step,
-            "verdict": verdict,
-            "time": now(),
-            "history": [],
-            "samples": samples,
-            "state": {"checkpoint": 0},
-        }
-        self.run.write_record(path, report)
+        self.run.write_record(path, {**report, "history": [], "state": {"checkpoint": 0}})
+        told: dict[str, Any] = {**place, "verdict": kind, **facts}
         self.run.append_event(
             "update_skipped" if kind == "skip" else "anomaly_detected",
-            step=step - 1,
-            batch=batch.step,
-            verdict=kind,
-            reason=reason,
-            began=began,
-            message=f"step {step} is bad",
+            **told,
             report=str(path.relative_to(self.run.path)),
         )
 

@@ -2,17 +2,18 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 _ENVIRONMENT = {
@@ -198,24 +199,12 @@ class Started:
 
     def kill(self) -> None:
         """Kill it and all processes below it."""
-        for pid in [self._process.pid, *_below(self._process.pid)]:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        with suppress(psutil.NoSuchProcess):
+            started = psutil.Process(self._process.pid)
+            for each in (started, *started.children(recursive=True)):
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
         self._process.communicate()
-
-
-def _below(pid: int) -> list[int]:
-    """Processes that a process has started, and those that these have."""
-    found: list[int] = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = [int(each) for each in path.read_text().split()]
-        except OSError:
-            continue
-        found += [each for child in children for each in (*_below(child), child)]
-    return found
 
 
 def _toml(value: object) -> str:

@@ -33,14 +33,6 @@ def test_alone_each_is_the_identity() -> None:
     assert from_first("thing", world) == "thing"
 
 
-def test_a_mistake_of_the_first_is_raised_as_it_is() -> None:
-    def work() -> None:
-        raise RecipeError("no such thing")
-
-    with pytest.raises(RecipeError, match="no such thing"):
-        first_does(work, ALONE)
-
-
 def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     rank = torch.cuda.device_count()

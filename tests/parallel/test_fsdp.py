@@ -90,6 +90,16 @@ def _accumulate(model: nn.Module, samples: Tensor, world: World = ALONE) -> None
     reduce_gradients(model, list(model.children()), world)
 
 
+def _assert_equal_gradients(
+    alone: nn.Module, model: nn.Module, rtol: float = 1.3e-6, atol: float = 1e-5
+) -> None:
+    """Compare gradients, which have one dtype, of a whole model and of a spread one."""
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        torch.testing.assert_close(full(other.grad), one.grad, rtol=rtol, atol=atol)
+
+
 def _norm(model: nn.Module, world: World = ALONE) -> float:
     """Of all gradients, from every rank's share."""
     shares = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
@@ -126,10 +136,8 @@ def _check(world: World, parts: int) -> None:
     for network, each in zip((alone, model), averages, strict=True):
         torch.optim.AdamW(network.parameters(), lr=0.1, fused=True).step()
         each.update(2)
+    _assert_equal_gradients(alone, model)
     for (name, wanted), found in zip(alone.named_parameters(), model.parameters(), strict=True):
-        assert wanted.grad is not None
-        assert found.grad is not None
-        torch.testing.assert_close(full(found.grad), wanted.grad)
         torch.testing.assert_close(full(found.detach()), wanted.detach())
         for profile, state in averages[0].states().items():
             sharded = averages[1].states()[profile]
@@ -173,11 +181,8 @@ def _check_mixed(world: World) -> None:
     samples = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
     _accumulate(alone, samples)
     _accumulate(model, samples.chunk(2)[world.rank])
-    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
-        assert isinstance(other, DTensor)
-        assert one.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(full(other.grad), one.grad, rtol=0.1, atol=0.1)
+    assert all(isinstance(each, DTensor) for each in model.parameters())
+    _assert_equal_gradients(alone, model, rtol=0.1, atol=0.1)
 
 
 def _collectives(
@@ -292,11 +297,8 @@ def _check_that_weights_travel_in_bf16(world: World) -> None:
             losses = network(part).float().square().sum() / len(part)
         losses.backward()
     assert met == [torch.bfloat16]
-    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        assert (other.dtype, other.grad.dtype) == (torch.float32, torch.float32)
-        torch.testing.assert_close(full(other.grad), one.grad, rtol=0.03, atol=0.01)
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
+    _assert_equal_gradients(alone, model, rtol=0.03, atol=0.01)
 
 
 def _check_that_an_error_of_one_ends_a_pass_on_all(world: World) -> None:
