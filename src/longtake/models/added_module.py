@@ -1,4 +1,4 @@
-"""Modules of the user's own, built and attached around the blocks of a family's model.
+"""User-defined modules that are added around the blocks of a family's model.
 
 The model's class and code do not change. As submodules of the model, added modules are seen by
 parameters(), optimizers, sharding, checkpoints and the EMA. docs/guides/modules.md is the guide.
@@ -35,7 +35,7 @@ Attend = Callable[[AttentionInputs], Tensor]
 
 
 class AddedModule(Protocol):
-    """Interface of a user's nn.Module, which `trainable.modules.<name>.module` names.
+    """Interface of a user's nn.Module around blocks, which `trainable.modules.<name>.module` names.
 
     It has `around`, `around_attention` or both, and `prepare` if it needs conditioning. `prepare`
     and `around` get tensors in the module's own dtype (under autocast: as autocast converts it),
@@ -43,11 +43,11 @@ class AddedModule(Protocol):
     """
 
     def __init__(self, width: int, blocks: Sequence[str], latent_channels: int) -> None:
-        """Build the module; its constructor may leave out arguments that it does not need.
+        """Build the added module; its constructor may leave out arguments that it does not need.
 
         Args:
             width: D of the tokens.
-            blocks: names of its blocks, in the model's order.
+            blocks: names of the blocks that it is around, in the model's order.
             latent_channels: C of the latents.
             **options: its other named arguments, from the recipe's options.
         """
@@ -65,22 +65,22 @@ class AddedModule(Protocol):
         """
 
     def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
-        """Run a block of the module; called in place of the block.
+        """Run a block of the model that the module is around; called in place of the block.
 
         It runs the block by `call`, on inputs that may be changed, and returns what `call`
         returned, which may be changed too: the same inputs with the block's new `tokens` and
-        `text`. (Text that a block does not return, as Wan's, is changed for that block alone.)
-        The shapes of what is returned must be those of the inputs.
+        `text`. (Text that a block does not return, as Wan's, is changed for that block alone.) The
+        shapes of what is returned must be those of the inputs.
 
         Where a block is recomputed this runs again in the backward pass, so it must depend on
         nothing but its arguments and weights.
         """
 
     def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
-        """Compute an attention [B, H, T, d]; called in place of each attention in the blocks.
+        """Compute an attention [B, H, T, d] of a block; called in place of each of its attentions.
 
-        `attend` may be called several times, such as with keys and values of the module's own,
-        for which `mask` is None.
+        `attend` may be called several times, such as with keys and values of the module's own, for
+        which `mask` is None.
         """
 
 
@@ -141,7 +141,7 @@ def attach(
     blocks: Mapping[str, Sequence[str]],
     dtype: torch.dtype,
 ) -> None:
-    """Run blocks within modules, and make these submodules of the model.
+    """Run blocks of a model within user-defined modules, and make these submodules of the model.
 
     The first module is the outermost: it sees a block's inputs first and its outputs last. Call it
     before the model is compiled or sharded: a block then runs within its modules when it is
@@ -191,7 +191,7 @@ def detach(model: Any) -> None:
 def condition(
     model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
 ) -> None:
-    """Hand the inputs of the next forward pass to the model's added modules, if it has any."""
+    """Give the inputs of the next forward pass to the model's added modules, if it has any."""
     attachment: _Attachment | None = getattr(model, "_attachment", None)
     if attachment is not None:
         attachment.given = {**conditioning, "noisy_latents": noisy_latents, "sigmas": sigmas}
@@ -203,7 +203,7 @@ def added_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Attachment:
-    """State shared by a model's blocks: the added modules, and the tensors they prepared.
+    """State that a model's blocks share: the user's added modules, and tensors they prepared.
 
     Prepared tensors are kept until the next forward pass, because recomputed blocks need them in
     the backward pass.
@@ -256,7 +256,10 @@ class _Attachment:
 
 
 class _BlockForward:
-    """Replacement of a block's forward that runs it within added modules, the first outermost."""
+    """Replacement of a block's forward that runs it within user-defined modules.
+
+    The first module is the outermost.
+    """
 
     def __init__(
         self,
@@ -307,7 +310,7 @@ class _BlockForward:
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _run(self, given: Mapping[str, Any], inputs: BlockInputs) -> BlockInputs:
-        """Run the block itself, and its attentions within the modules that wrap attention."""
+        """Run the block itself; its attentions run within modules that have `around_attention`."""
         changed = {
             argument: getattr(inputs, field)
             for field, argument in self.fields.items()
@@ -329,7 +332,7 @@ class _BlockForward:
         return replace(inputs, **dict(zip(self.outputs, outputs, strict=True)))
 
     def _run_within(self, name: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
-        """Run `call`, which is the block or an inner module, within one module."""
+        """Run a block (or an inner module) by `call` within one added module."""
         attachment = self.attachment
         module = attachment.modules[name]
         own = replace(inputs, prepared=attachment.prepared[name])
@@ -369,7 +372,10 @@ class _BlockForward:
 
 
 class _ModulesAroundAttention(AttentionMode):
-    """Context in which a block's attentions run within added modules, the first outermost."""
+    """Context in which a block's attentions run within user-defined modules.
+
+    The first module is the outermost.
+    """
 
     def __init__(self, forward: _BlockForward, inputs: BlockInputs) -> None:
         super().__init__()
@@ -407,7 +413,7 @@ def _attend_within(
 
 
 def _attend(dtype: torch.dtype, how: Mapping[str, Any], inputs: AttentionInputs) -> Tensor:
-    """Attend in the block's dtype, to which keys and values of a module are converted."""
+    """Compute an attention in its block's dtype, converting an added module's keys and values."""
     key, value, mask = inputs.key.to(dtype), inputs.value.to(dtype), inputs.mask
     if mask is not None and mask.shape[-1] != key.shape[2]:
         raise ModelError(
@@ -425,7 +431,11 @@ def _converted(inputs: BlockInputs, dtype: torch.dtype) -> BlockInputs:
 
 
 def _restored(changed: BlockInputs, seen: BlockInputs, original: BlockInputs) -> BlockInputs:
-    """Convert `changed` to the dtypes of `original`, whose values replace those still `seen`."""
+    """Convert what an added module changed of a block's inputs back to the block's dtypes.
+
+    Values that it left as they are (`seen`) are replaced by the `original` ones, which saves
+    rounding.
+    """
     restored = {}
     for field in _STREAMS:
         value, before, own = (getattr(each, field) for each in (changed, seen, original))

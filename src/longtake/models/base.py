@@ -48,17 +48,16 @@ FAMILIES = {
 Conditioning = dict[str, Tensor]
 """Inputs of a model other than its noisy latents, by name; each tensor is [B, ...].
 
-Text encoders give `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`. `data.conditioning`
-gives what `longtake.models.conditioning` lists, such as `<name>_latents` [B, C, 1, h, w] of a
-picture. A guidance-distilled model gets `guidance` [B], a model that takes frames per second `fps`
-[B]. Tensors whose length differs between samples are padded, such as `prompt_embeds` [B, T, D], and
-come with their length, `prompt_length` [B] int64, from which `call` makes a mask or a list, or
-cuts.
-"""
+Text encoders give `token_ids`, or `prompt_embeds` and `pooled_prompt_embeds`.
+`data.conditioning` gives what `longtake.models.conditioning` lists, such as `<name>_latents` [B,
+C, 1, h, w] of a picture. A guidance-distilled model gets `guidance` [B], a model that takes
+frames per second `fps` [B]. Tensors whose length differs between samples are padded, such as
+`prompt_embeds` [B, T, D], and come with their length, `prompt_length` [B] int64, from which
+`call` makes a mask or a list, or cuts."""
 
 
 class LatentShape(NamedTuple):
-    """Shape of the latents of one sample, without the batch."""
+    """Shape of the latents of one sample, without the batch dimension."""
 
     channels: int
     num_frames: int
@@ -82,36 +81,34 @@ def latent_shape(codec: Codec, bucket: Bucket, patch: Sequence[int] = NO_PATCH) 
 
 @dataclass(frozen=True)
 class BlockInputs:
-    """Inputs of one block of a model; `dataclasses.replace` changes a value.
+    """Inputs of one block of a transformer; `dataclasses.replace` changes a value.
 
     B clips, T tokens of the video or of all images, T' of the text, D width.
     """
 
     tokens: Tensor
-    """[B, T, D] tokens of the main stream: the noisy image's, then its references' (FLUX,
-    Qwen-Image), or the caption's, then the clip's (tubelet, FLUX.2's single blocks).
-    """
+    """Tokens [B, T, D] of the main stream: the noisy image's, then its references' (FLUX,
+    Qwen-Image), or the caption's, then the clip's (tubelet, FLUX.2's single blocks)."""
     text: Tensor | None
-    """[B, T', D] tokens of FLUX's second stream, or those that Wan attends to; None if the block
-    gets neither.
-    """
+    """Tokens [B, T', D] of FLUX's second stream, or of the text that Wan attends to; None if the
+    block gets neither."""
     temb: Tensor | None
     """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Qwen-Image-Edit-2511 [2 B, D] with
     that of the references last; None for blocks without it, such as Z-Image's `context_refiner`.
     """
     rope: Any
-    """Tables of rotary positions: (cosines, sines), in Qwen-Image complex rotations of (images,
-    text); None for models without them."""
+    """Tables of rotary position embeddings: (cosines, sines), in Qwen-Image complex rotations of
+    (images, text); None for models without them."""
     sigmas: Tensor
     """Noise levels [B] in fp32; 1 is pure noise."""
     name: str
-    """Name of the block in the model, such as `transformer_blocks.3`."""
+    """Name of the block in the transformer, such as `transformer_blocks.3`."""
     index: int
-    """Number of the block among all blocks, in the order in which they run."""
+    """Number of the block among all blocks of the transformer, in running order."""
     prepared: Mapping[str, Tensor]
     """Tensors that the added module's `prepare` returned for this forward pass."""
     audio: Tensor | None = None
-    """[B, T', D'] audio tokens of LTX-2, which keep their dtype; None in other families."""
+    """Audio tokens [B, T', D'] of LTX-2, which keep their dtype; None in other families."""
 
 
 @dataclass(frozen=True)
@@ -122,16 +119,16 @@ class AttentionInputs:
     """
 
     query: Tensor
-    """[B, H, T, d] queries, normalised and rotated; in FLUX the text's tokens come first."""
+    """Queries [B, H, T, d] of the attention, normalised and rotated; in FLUX the text's tokens come
+    first."""
     key: Tensor
-    """[B, H, S, d] keys, normalised and rotated; an unrotated key has the position of FLUX's text.
-    """
+    """Keys [B, H, S, d], normalised and rotated; a key that is not rotated has the position of
+    FLUX's text."""
     value: Tensor
-    """[B, H, S, d] values."""
+    """Values [B, H, S, d] of the attention."""
     mask: Tensor | None
-    """Bool [B, 1, 1, S], false for padding keys, if captions of a batch differ in length; None if
-    nothing is padding. A module that passes other keys replaces the mask, too.
-    """
+    """Attention mask, bool [B, 1, 1, S], false for padding keys, if captions of a batch differ in
+    length; None if nothing is padding. A module that passes other keys replaces the mask, too."""
     name: str
     """Name of the attention in the block, such as Wan's `attn1` (video) or `attn2` (text)."""
     block: BlockInputs
@@ -140,7 +137,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class Defaults:
-    """Defaults of a family for recipe keys that are unset."""
+    """Values of a family for recipe keys that are unset: shift, guidance scale, sampling steps."""
 
     shift: ShiftRule = DEFAULT_SHIFT  # in sampling
     guidance_scale: float = 5.0
@@ -155,23 +152,25 @@ class Defaults:
 
 @dataclass(frozen=True)
 class InputContract:
-    """The inputs of a model beyond text: references, given frames, frames per second, audio."""
+    """The inputs that a family's model takes beyond text: references, first frames, fps, audio."""
 
     references: tuple[str, ...] = ()
-    """Names in `data.conditioning` of the pictures whose latents every forward pass needs."""
+    """Names in `data.conditioning` of the reference pictures whose latents every forward pass
+    needs."""
     optional: tuple[str, ...] = ()
-    """Names of the pictures that the model takes if a recipe has them."""
+    """Names in `data.conditioning` of pictures that the model takes if a recipe has them."""
     continues: tuple[str, ...] = ()
-    """Names of the pictures in whose place a recipe may give a video's first frames (`frames`)."""
+    """Names of the pictures that a recipe may replace by a video's first frames (`frames`)."""
     takes_fps: bool = False
-    """True if frames per second are an input of the model (`fps`)."""
+    """True if the frames per second of a clip are an input of the model (`fps`)."""
     has_audio: bool = False
     """True if the model also makes audio; a recipe must then set `model.audio`."""
     version: int = 1
-    """Version of `encode` in the keys of a cache; raise it when `encode` returns other values."""
+    """Version of `encode` in the keys of a latent cache; raise it when `encode` returns other
+    values."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the names of the required inputs, and of all inputs that the model takes."""
+        """Return the names of the conditioning inputs that the model needs, and of all it takes."""
         return self.references, (*self.references, *self.optional)
 
     def further_channels(self, section: ModelSection) -> int:
@@ -179,7 +178,7 @@ class InputContract:
         return 0
 
     def size(self, bucket: Bucket) -> tuple[int, int]:
-        """Return height and width in pixels at which references are encoded."""
+        """Return height and width in pixels at which reference pictures are encoded."""
         return bucket.height, bucket.width
 
     def encode(
@@ -201,23 +200,29 @@ class InputContract:
 
     @property
     def encodes_together(self) -> bool:
-        """True if `encode` gives other tensors than the latents of each input."""
+        """True if the family encodes inputs together, not each to its own latents."""
         # The override itself is the answer: a flag beside it could contradict it.
         return type(self).encode is not InputContract.encode
 
     def given_frames(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        """Return the latents [B, C, F', h, w] that replace the first noisy ones, or None."""
+        """Return latents [B, C, F', h, w] of the video's given first frames, or None without any.
+
+        They replace the first noisy ones.
+        """
         return None
 
     def with_given(self, latents: Tensor, conditioning: Conditioning) -> Tensor:
-        """Replace the first latent frames of [B, C, F, H, W] by the frames that are given."""
+        """Replace the first latent frames of [B, C, F, H, W] by those of given frames, if any."""
         given = self.given_frames(latents, conditioning)
         if given is None:
             return latents
         return torch.cat([given.to(latents), latents[:, :, given.shape[2] :]], dim=2)
 
     def loss_weights(self, latents: Tensor, conditioning: Conditioning) -> Tensor | None:
-        """Return weights [B, 1, F, H, W] fp32 of the loss, 0 for given frames; None means 1."""
+        """Return weights [B, 1, F, H, W] of the loss in fp32: 0 for given first frames, else 1.
+
+        None stands for 1 everywhere.
+        """
         given = self.given_frames(latents, conditioning)
         if given is None:
             return None
@@ -228,7 +233,7 @@ class InputContract:
         return weights
 
     def pictures(self, conditioning: Conditioning) -> list[Tensor]:
-        """List the latents [B, C, 1, h, w] of the references, then of the optional pictures.
+        """List the latents [B, C, 1, h, w] of reference pictures, then of optional pictures.
 
         Raises:
             ModelError: a reference is missing.
@@ -256,7 +261,7 @@ def read_patch(section: ModelSection, default: tuple[int, int, int]) -> tuple[in
 
 
 def reference_latents(conditioning: Conditioning, name: str) -> Tensor:
-    """Return the latents [B, C, 1, h, w] of a reference image.
+    """Return the latents [B, C, 1, h, w] of a reference image from a model's conditioning.
 
     Raises:
         ModelError: the conditioning has none of that name.
@@ -273,22 +278,22 @@ def reference_latents(conditioning: Conditioning, name: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockContract(ABC):
-    """The interface to the repeated blocks of a model and to the tokens between them."""
+    """Description of a transformer's repeated blocks, and of the tokens that pass between them."""
 
     arguments: Mapping[str, str]
     """Names of a block's arguments by the field of `BlockInputs` that they carry: `tokens` and
     `temb`, and `text` and `rope` if blocks take them.
     """
     outputs: tuple[str, ...] = ("tokens",)
-    """Fields of `BlockInputs` that a block returns; more than one are returned as a tuple."""
+    """Fields of `BlockInputs` that a block returns; several are returned as a tuple."""
     attentions: tuple[str, ...] = ()
-    """Names of the attentions in a block, in the order of their calls of torch's
-    `scaled_dot_product_attention`; empty if blocks attend in another way.
-    """
+    """Names of a block's attentions, in the order of their calls of torch's
+    `scaled_dot_product_attention`; empty if blocks attend in another way."""
     lora_targets: tuple[str, ...]
-    """Linear layers that get LoRA by default: the projections of attention."""
+    """Names of the linear layers that get LoRA by default: the projections of attention."""
     idle: tuple[str, ...] = ()
-    """Patterns (fnmatch) of names of parameters whose gradient is missing or always zero."""
+    """Patterns (fnmatch) of names of parameters whose gradient is missing or always zero by
+    design."""
     untrained: tuple[str, ...] = ()
     """Patterns of names of parameters that cannot change the velocity and are frozen, such as those
     of the last block's text output. `{last}` is the number of the last block.
@@ -314,31 +319,34 @@ class BlockContract(ABC):
 
     @abstractmethod
     def num_heads(self, model: nn.Module) -> int:
-        """Return the number of heads of the attention between the tokens of a sample."""
+        """Return the number of heads of the attention between a sample's tokens."""
 
     @abstractmethod
     def width(self, model: nn.Module) -> int:
-        """Return D, the width of a token between blocks."""
+        """Return D, the width of a token between the transformer's blocks."""
 
     @abstractmethod
     def num_tokens(self, model: nn.Module, shape: LatentShape) -> int:
         """Count the tokens of one sample's noisy latents."""
 
     def share_tokens(self, model: nn.Module, sharing: TokenSharing) -> None:
-        """Share tokens by the family's `share`; recipes of families without it are refused."""
+        """Make ranks share each sample's tokens by the family's `share` (context parallelism).
+
+        Recipes of families without it are refused earlier.
+        """
         assert self.share is not None
         self.share(model, sharing)
 
     def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
-        """Return the argument names of one block by field; blocks of one model may differ."""
+        """Return the names of a block's arguments by field of `BlockInputs`; blocks may differ."""
         return self.arguments
 
     def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
-        """Return the fields that one block returns; blocks of one model may differ."""
+        """Return the fields of `BlockInputs` that a block returns; blocks of a model may differ."""
         return self.outputs
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:
-        """Return the names of a model's parameters that match `untrained`."""
+        """Return the names of a model's parameters that `untrained` says to freeze."""
         last = str(len(self.of(model)) - 1)
         patterns = [pattern.replace("{last}", last) for pattern in self.untrained]
         return [
@@ -352,7 +360,7 @@ class Family(ABC):
     """One model architecture: how it is built, called and exported."""
 
     frozen: pretrained.FrozenParts
-    """Codec and text encoders of the family's pipeline."""
+    """The frozen codec and text encoders of the family's diffusers pipeline."""
     text: TextContract = TextContract()
     inputs: InputContract = InputContract()
     block: BlockContract
@@ -368,7 +376,7 @@ class Family(ABC):
 
     @abstractmethod
     def patch(self, section: ModelSection) -> tuple[int, ...]:
-        """Return the latent frames, rows and columns of one token.
+        """Return the latent frames, rows and columns that one token of the transformer covers.
 
         Raises:
             RecipeError: the section's own are not three positive whole numbers.
@@ -376,7 +384,7 @@ class Family(ABC):
 
     @abstractmethod
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
-        """Refuse shapes that the model cannot take, before anything is built.
+        """Refuse latent shapes that the model cannot take, before anything is built.
 
         Raises:
             RecipeError: names the shape and the nearest that fits.
@@ -403,7 +411,7 @@ class Family(ABC):
         """
 
     def blocks(self, model: nn.Module) -> Sequence[nn.Module]:
-        """Return the repeated blocks: units of sharding and recomputation, trained by Muon."""
+        """Return the model's repeated blocks: units of sharding and recompute, trained by Muon."""
         return self.block.of(model)
 
     def sequence_length(
@@ -413,7 +421,7 @@ class Family(ABC):
         return self.block.num_tokens(model, shape)
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """Return the values of unset recipe keys, by the section or the release's configuration.
+        """Return the family's values for unset recipe keys, by the release's configuration.
 
         Raises:
             ModelError: the configuration of the pretrained model cannot be found.
@@ -421,7 +429,7 @@ class Family(ABC):
         return Defaults()
 
     def distils_guidance(self, model: nn.Module) -> bool:
-        """Return True if the guidance scale is an input (`guidance`): no second pass is needed."""
+        """Return True if the model takes the guidance scale as an input: it has no second pass."""
         return False
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Captions before a text encoder: cleaned, and counted if it would cut them; without torch."""
+"""Cleans captions for a text encoder, and counts the tokens that it would cut; without torch."""
 
 import html
 from collections.abc import Callable, Sequence
@@ -23,8 +23,8 @@ def review_captions(
 
     Args:
         section: the recipe's text section.
-        encoder: the family's, needed where it is pretrained.
-        captions: of the catalog; equal ones are counted once, and at most MOST_COUNTED.
+        encoder: the family's text encoder, needed where it is pretrained.
+        captions: captions of the catalog; equal ones are counted once, and at most MOST_COUNTED.
 
     Returns:
         The tokens that the encoder reads (max_tokens), the captions counted (num_counted), those of
@@ -66,7 +66,7 @@ def clean(caption: str) -> str:
 def _counter(
     section: TextSection, encoder: PipelinePart | None
 ) -> Callable[[Sequence[str]], list[int]]:
-    """Return a function from captions to their numbers of tokens, special tokens included."""
+    """Return a function that counts the tokens of captions, special tokens included."""
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import Whitespace
 

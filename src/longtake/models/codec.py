@@ -15,28 +15,30 @@ from longtake.errors import RecipeError, SamplingError
 from longtake.models import deferred_init, numerics, pretrained, releases
 
 NO_PATCH = (1, 1, 1)
-"""Patch (latent frames, rows, columns) of a token that is a single latent pixel."""
+"""Patch (latent frames, rows, columns) of a transformer whose tokens are single latent pixels."""
 
 _CHUNK = 4
-"""Frames per piece in which the causal autoencoders of Wan and Qwen-Image encode a clip after its
-first frame. They drop a shorter rest silently, whatever their compression.
-"""
+"""Number of frames per piece in which the causal autoencoders of Wan and Qwen-Image encode a clip
+after its first frame. They drop a shorter rest silently, whatever their compression."""
 
 _FOLDER = "vae"  # of the autoencoder in a pipeline
 _IMAGE_TILE = 512  # pixels; diffusers' default is the size of training images, such as 1024
 
 
 class Codec(Protocol):
-    """Interface between clips [B, 3, F, H, W] uint8 and latents [B, C, F', H', W'] fp32."""
+    """Interface of codecs between clips [B, 3, F, H, W] uint8 and latents [B, C, F', H', W'].
+
+    Latents are in fp32.
+    """
 
     channels: int
     """Number of latent channels C."""
 
     chunk: int
-    """Clips have 1 + n * `chunk` frames; 1 allows any number of frames."""
+    """Step of the clips' frame numbers: 1 + n * `chunk` frames; 1 allows any number."""
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
-        """Return the shape (F', H', W') of a bucket's latents.
+        """Return the shape (F', H', W') of the latents of a clip.
 
         Args:
             bucket: shape of clips in pixels.
@@ -60,13 +62,13 @@ class Codec(Protocol):
         """
 
     def modules(self) -> list[nn.Module]:
-        """Return the frozen modules, whose weights take memory; empty if latents are the pixels."""
+        """Return the codec's frozen modules, which take memory; none if latents are pixels."""
 
     def to(self, device: torch.device) -> None:
         """Move the codec's modules to a device."""
 
     def save(self, folder: Path) -> None:
-        """Write the parts that `build_codec` cannot rebuild from the recipe alone."""
+        """Save the codec's weights to a folder, unless they are pretrained."""
 
 
 class PixelCodec:
@@ -116,7 +118,7 @@ class _Autoencoder:
                 self.autoencoder.save_pretrained(folder / _FOLDER)  # type: ignore[operator]
 
     def _mode(self, pixels: Tensor) -> Tensor:
-        """Return the mode of the posterior in fp32, for pixels in [-1, 1]."""
+        """Encode pixels in [-1, 1] to the mode of the autoencoder's posterior, in fp32."""
         pixels = pixels.to(next(self.autoencoder.parameters()).dtype)
         encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
         # Not a sample of the posterior: a clip's latents are then equal in every epoch and in a
@@ -181,7 +183,7 @@ class AutoencoderCodec(_Autoencoder):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Complete the recipe's arguments with those that follow from them.
+        """Complete the recipe's arguments of the autoencoder with those that follow from them.
 
         Random weights have no statistics of latents, and a pipeline reads the compression from the
         config, where the class's defaults describe the released Wan 2.1 alone.
@@ -201,7 +203,7 @@ class AutoencoderCodec(_Autoencoder):
         return {name: value for name, value in following.items() if name in known} | config
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
-        """Return (F', H', W') with F' = (F - 1) / temporal + 1, as in causal autoencoders."""
+        """Return the latents' shape (F', H', W'), with F' = (F - 1) / temporal + 1 (causal)."""
         # Candidates go one patch beyond the bucket, so that the error can name the nearest fit.
         known = range(1, bucket.num_frames + self.chunk * (patch[0] + 1), self.chunk)
         whole = [number for number in known if self._latent_frames(number) % patch[0] == 0]
@@ -214,7 +216,7 @@ class AutoencoderCodec(_Autoencoder):
         return (num_frames - 1) // self._temporal + 1
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and standard deviation [1, C, 1, 1, 1] of latents, in `like`'s dtype."""
+        """Return the mean and standard deviation of latents [1, C, 1, 1, 1], in `like`'s dtype."""
         return self._mean.to(like), self._std.to(like)
 
     @torch.no_grad()
@@ -254,7 +256,7 @@ class LTX2Codec(AutoencoderCodec):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Complete the arguments with the compression, whose default in diffusers is wrong."""
+        """Complete the autoencoder's arguments with its compression, which diffusers gets wrong."""
         temporal, spatial = _ltx2_compression({**known, **config})
         return {
             "temporal_compression_ratio": temporal,
@@ -314,7 +316,7 @@ class ImageCodec(_Autoencoder):
     def complete_config(
         known: Mapping[str, Any], config: dict[str, Any], name: str
     ) -> dict[str, Any]:
-        """Complete the recipe's arguments with those that follow from them."""
+        """Complete the recipe's arguments of the autoencoder with those that follow from them."""
         sizes = {**known, **config}
         widths, groups = sizes["block_out_channels"], sizes["norm_num_groups"]
         is_list = isinstance(widths, list | tuple) and all(isinstance(w, int) for w in widths)
@@ -407,7 +409,7 @@ _CODECS: dict[str, Any] = {
     "AutoencoderKLLTX2Video": LTX2Codec,
     "AutoencoderKLHunyuanVideo15": ScaledVideoCodec,
 }
-"""Codec classes by the class of the autoencoder; any other is wrapped as Wan's."""
+"""Codec classes by the class of the diffusers autoencoder; any other is wrapped as Wan's."""
 
 
 def build_codec(
@@ -480,7 +482,7 @@ def _per_channel(config: Any, name: str) -> Tensor:
 
 
 def _compression(config: Any) -> tuple[int, int]:
-    """Return the compression of Wan's autoencoder: frames and rows per latent frame and row."""
+    """Return the compression of Wan's autoencoder: frames and rows that one latent stands for."""
     halvings, levels = config["temperal_downsample"], config["dim_mult"]  # diffusers' spelling
     temporal = 2 ** sum(halvings)
     if len(halvings) != len(levels) - 1 or temporal > _CHUNK:
@@ -494,7 +496,7 @@ def _compression(config: Any) -> tuple[int, int]:
 
 
 def _ltx2_compression(config: Any) -> tuple[int, int]:
-    """Return the compression of LTX-2's autoencoder: frames and rows per latent frame and row."""
+    """Return the compression of LTX-2's autoencoder: frames and rows that one latent stands for."""
     kinds, scales = config["downsample_type"], config["spatio_temporal_scaling"]
     halves = [scales] * len(kinds) if isinstance(scales, bool) else list(scales)
     used = [kind for kind, halved in zip(kinds, halves, strict=False) if halved]
@@ -508,7 +510,7 @@ def _ltx2_compression(config: Any) -> tuple[int, int]:
 def _refuse_odd(
     bucket: Bucket, num_frames: int, spatial: int, patch: Sequence[int], of_frames: str = ""
 ) -> None:
-    """Refuse a bucket that codec and model together cannot divide; name the nearest that fits."""
+    """Refuse a clip shape that codec and model cannot divide; name the nearest that fits."""
     rows, columns = (spatial * step for step in patch[1:])
     height, width = _nearest(bucket.height, rows), _nearest(bucket.width, columns)
     nearest = {"num_frames": num_frames, "height": height, "width": width}

@@ -1,4 +1,7 @@
-"""The components of a model (family, transformer, codec, text encoder): built, moved, outlined."""
+"""The components of a model (family, transformer, codec, text encoder): built, moved, outlined.
+
+An outline has shapes and dtypes on torch's meta device, and no values.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,7 +45,7 @@ from longtake.parallel import attention_rules
 
 Part = Literal["text", "model", "codec"]
 PARTS: tuple[Part, ...] = ("text", "model", "codec")
-"""Parts of a model, in the order in which sampling a video needs them."""
+"""Names of a model's parts, in the order in which sampling a video needs them."""
 
 
 @dataclass(frozen=True)
@@ -55,13 +58,15 @@ class Components:
     text: TextEncoder
     defaults: Defaults
     unfilled: deferred_init.DeferredWeights = deferred_init.NOTHING_DEFERRED
-    """Parameters that get their values when the model is sharded."""
+    """Parameters of the model that get their values only when it is sharded."""
     stays: frozenset[Part] = frozenset()
-    """Parts that `bring` never moves: those that training uses between two samplings."""
+    """Parts that `bring` never moves between devices, since training uses them between two
+    samplings."""
     experts: Experts | None = None
-    """The release's two transformers, if `model` is one of them."""
+    """The release's two transformers (for high and low noise), if `model` is one of them."""
     other: OtherExpert | None = None
-    """The transformer that is not trained, for sampling; it is on the device while `model` is."""
+    """The release's transformer that is not trained, for sampling; it is on the device while
+    `model` is."""
 
     @cached_property
     def dtype(self) -> torch.dtype:
@@ -74,7 +79,10 @@ class Components:
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
 
     def shift_rule(self, shift: config.Shift | None) -> ShiftRule:
-        """Return the shift rule of a recipe's value; None and `release` name the model's own."""
+        """Return the rule by which sigmas are shifted, for a recipe's value.
+
+        None and `release` name the model's own rule.
+        """
         if shift is None or shift == "release":
             return self.defaults.shift
         return named_rule(shift)
@@ -119,12 +127,12 @@ class Components:
         return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
 
     def with_other(self) -> "Components":
-        """Return the components for sampling by the other expert, in the place of the model."""
+        """Return components for sampling with the release's other transformer as the model."""
         assert self.other is not None
         return replace(self, model=self.other.model, other=None)
 
     def bring(self, part: Part | None, device: torch.device) -> None:
-        """Move one part to a device and the others to the CPU, so that one at a time is there.
+        """Move one part (codec, text ...) to a device and the others to the CPU.
 
         None moves all parts to the CPU. A part on the meta device, without weights, is left there.
         """
@@ -164,7 +172,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
 
 
 Kinds = Mapping[str, config.Quantization]
-"""Number formats of the quantised blocks' frozen linear layers, by the blocks' names."""
+"""Number format of the quantised blocks' frozen linear layers, by block's name."""
 _KINDS = "quantized.json"
 
 Source = Literal["here", "files", "checkpoint", "seed"]
@@ -251,7 +259,7 @@ def build_frozen_parts(
 
 
 def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path]:
-    """Download what a recipe names by repository ids, for all processes on this node.
+    """Download all models and tokenizers that a recipe names, for all processes on this node.
 
     Of a release with two transformers both are downloaded, if the run samples with the other one.
 
@@ -291,7 +299,7 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
 
 
 def chosen_family(section: config.ModelSection) -> Family:
-    """Return the family that a section names; ModelError if its release belongs to another."""
+    """Return the model family that a section names; ModelError if its release is another's."""
     recognition.refuse_other_family(section, FAMILIES)
     if section.pretrained is not None:
         release_checks.refuse_wrong_expert(releases.pipeline_index(section.pretrained), section)
@@ -306,7 +314,7 @@ def chosen_family(section: config.ModelSection) -> Family:
 
 
 def text_section(recipe: config.Recipe) -> config.TextSection:
-    """Return the recipe's text section, with the family's `max_tokens` if the key is unset."""
+    """Return the recipe's text section, in which an unset `max_tokens` gets the family's value."""
     section = recipe.text
     if section.max_tokens is not None or section.pretrained is None:
         return section
@@ -378,7 +386,7 @@ def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
 
 
 def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Components:
-    """Convert weights to their dtype, quantise blocks, add what trains, and find the experts.
+    """Make a built model ready: its dtype, quantised blocks, what trains, and its experts.
 
     Raises:
         RecipeError: no sigma lies in the range that is trained, at the shift of a bucket.
@@ -404,7 +412,7 @@ def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Component
 def _kinds(
     recipe: config.Recipe, names: Sequence[str], quantized: Kinds | None, made: Path | None
 ) -> Kinds:
-    """Return each block's number format; a run that has chosen by itself keeps its choice."""
+    """Return each block's number format; a run with `auto` keeps what it chose first."""
     if recipe.model.quantize == "none":
         return {}
     if recipe.model.quantize != "auto":
@@ -426,11 +434,11 @@ def with_exact_weights(recipe: config.Recipe) -> config.Recipe:
 
 
 def keep_kinds(quantized: Kinds, made: Path) -> None:
-    """Save the number formats of a run's blocks where `assemble` finds them."""
+    """Save the number formats that a run chose for its quantised blocks, for `assemble`."""
     made.mkdir(parents=True, exist_ok=True)
     write_json(made / _KINDS, quantized)
 
 
 def read_kinds(made: Path) -> dict[str, config.Quantization] | None:
-    """Read the number formats that a run has saved for its blocks; None: it has not chosen."""
+    """Read the number formats that a run chose for its quantised blocks; None if it did not."""
     return read_record(made / _KINDS, dict[str, config.Quantization])

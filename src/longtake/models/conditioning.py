@@ -24,7 +24,10 @@ from longtake.models.components import Components
 def encode_inputs(
     parts: Components, recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
 ) -> tuple[Conditioning, Tensor | None]:
-    """Encode the clips' inputs for the model; also return loss weights if there is a mask."""
+    """Encode the clips' `data.conditioning` inputs for the model.
+
+    Returns loss weights too, if one of them is a mask of the loss.
+    """
     sections, flow = recipe.model_inputs(), recipe.flow
     wanted = {name: each for name, each in given.items() if name in sections}
     conditioning = condition_on(parts, sections, wanted, bucket)
@@ -34,7 +37,7 @@ def encode_inputs(
 
 
 def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
-    """Return the names of inputs that the family encodes jointly; empty if it does so for none."""
+    """Return the names of inputs that the family encodes jointly, not each by itself; often ()."""
     taken = chosen.inputs.names(recipe.model)[1] if chosen.inputs.encodes_together else ()
     encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
     return encoded if any(name in taken for name in encoded) else ()
@@ -46,12 +49,12 @@ def condition_on(
     given: Mapping[str, Tensor],
     bucket: Bucket,
 ) -> Conditioning:
-    """Convert inputs to the tensors of the model, in fp32.
+    """Convert `data.conditioning` inputs to the tensors that the model takes, in fp32.
 
     Args:
         parts: components of the recipe.
         sections: the recipe's sections of the inputs, by name.
-        given: [B, ...] as `longtake.data.conditioning.empty_conditioning`, on any device.
+        given: inputs [B, ...] as `longtake.data.conditioning.empty_conditioning`, on any device.
         bucket: size of the clips.
     """
     encoded = {name: each for name, each in given.items() if sections[name].is_encoded}
@@ -95,7 +98,7 @@ def on_latents(codec: Codec, mask: Tensor) -> Tensor:
 def outline_inputs(
     parts: Components, sections: Mapping[str, ConditioningSection], bucket: Bucket
 ) -> Conditioning:
-    """Outline `condition_on` for one sample of a bucket, on the meta device."""
+    """Outline the conditioning tensors of one sample: shapes on the meta device, no values."""
     inputs = dict[str, Tensor]()
     for name, section in sections.items():
         frames = section.num_frames(bucket)
@@ -128,7 +131,7 @@ def guidance_of(conditioning: Conditioning, scale: float) -> Conditioning:
 
 
 def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Conditioning:
-    """Return `fps` [B], frames per second of the clips, if the model takes it; else nothing."""
+    """Return the conditioning `fps` [B], if the model takes frames per second; else {}."""
     if not chosen.inputs.takes_fps or recipe.data.fps is None:
         return {}
     # A stride leaves out frames, so the clip that the model sees has a lower rate.
@@ -139,7 +142,7 @@ def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Condit
 def outline_conditioning(
     parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
 ) -> Conditioning:
-    """Outline a model's conditioning in training for samples of a bucket, on the meta device."""
+    """Outline a model's conditioning in training: shapes on the meta device, no values."""
     one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
     one |= outline_inputs(parts, recipe.model_inputs(), bucket)
     batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}

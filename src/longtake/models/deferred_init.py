@@ -1,4 +1,4 @@
-"""Models built without weights, at once at any size, and filled later by each rank.
+"""Builds models of any size without weights, at once; each rank fills in its part later.
 
 A parameter without values is on torch's meta device. Buffers are real from the beginning: they hold
 what a constructor computes, such as tables of positions, and no file has them.
@@ -29,10 +29,11 @@ from longtake.models import numerics, pretrained, release_checks, releases
 from longtake.models.quantized import QuantizedLinear
 
 Weights = bool | Literal["later"]
-"""Choice of a model's weights: True with values, False on meta, `later` ready to be filled."""
+"""Choice for the weights of a model to build: True with values, False on the meta device, `later`
+ready to be filled."""
 
 Target = Tensor | QuantizedLinear
-"""Destination of stored values: a tensor, or a layer that quantises them."""
+"""Destination of values read from a file: a tensor, or a layer that quantises them."""
 
 _FILE = "diffusion_pytorch_model.safetensors"
 _IS_META: Any = getattr(torch.Tensor.is_meta, "__get__")  # noqa: B009 - a property to mypy
@@ -41,7 +42,7 @@ _BYTES_PER_MAPPING = 2**25  # per mapping of a file: pages that were read would 
 
 
 class DeferredParameter(NamedTuple):
-    """A parameter of a module that has no values yet."""
+    """A parameter of a module whose values are still missing, on the meta device."""
 
     module: nn.Module
     name: str
@@ -67,14 +68,13 @@ class DeferredWeights:
 
     parameters: Sequence[DeferredParameter] = ()
     files: Mapping[str, Path] | None = None
-    """File of each parameter by its stored name; if this and `program` are None, a checkpoint fills
-    the parameters.
-    """
+    """File that holds each parameter, by its stored name; if this and `program` are None, a
+    checkpoint fills the parameters."""
     program: "InitProgram | None" = None
-    """Program that draws the parameters at random."""
+    """Recorded initialisation that draws the parameters at random."""
 
     def give_memory(self, model: Any, device: torch.device) -> None:
-        """Replace meta tensors by zeros on a device; of a sharded tensor only this rank's shard."""
+        """Replace a model's meta tensors by zeros on a device; of sharded ones only the shard."""
         if self.parameters:
             model._apply(
                 lambda each: torch.zeros_like(each, device=device) if each.is_meta else each
@@ -139,7 +139,7 @@ def build_transformer(
 
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:
-    """Outline a diffusers or transformers model on the meta device, in its config's dtype."""
+    """Outline a diffusers or transformers model: shapes and dtypes on the meta device only."""
     config = releases.part_config(where, subfolder)
     pretrained.refuse_other_class(config, model_class, where, subfolder)
     with torch.device("meta"):
@@ -177,9 +177,10 @@ def deferred_parameters(model: nn.Module) -> list[DeferredParameter]:
 def can_be_filled(
     deferred: Iterable[DeferredParameter], model: nn.Module, files: Mapping[str, Path] | None
 ) -> bool:
-    """Return True if parameters have one name each and, if files are given, equal shapes there.
+    """Return True if a model's missing parameters can be filled later, from `files` if given.
 
-    Persistent buffers would have to come from files too, but `fill` reads none.
+    They need one name each, and equal shapes in the files. Persistent buffers would have to come
+    from files too, but `fill` reads none.
     """
     shared = len(list(model.named_parameters(remove_duplicate=False)))
     if shared != len(list(model.parameters())):
@@ -207,7 +208,7 @@ def shapes_of(deferred: Iterable[DeferredParameter]) -> dict[str, tuple[int, ...
 
 @contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Put the parameters of modules built within the block on the meta device, at no cost."""
+    """Put the parameters of modules built inside the context on the meta device, at no cost."""
     modules: Any = nn.Module
     register = modules.register_parameter
     known = WeakIdKeyDictionary()  # so that one parameter under two names stays one
@@ -230,7 +231,7 @@ def parameters_on_meta() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Memory layout of a tensor in a recorded call."""
+    """Memory layout of a tensor in a recorded call of an operator."""
 
     storage: int
     dtype: torch.dtype
@@ -240,7 +241,7 @@ class _Place:
 
 
 class _Call(NamedTuple):
-    """A recorded call of an operator, its tensors replaced by places."""
+    """A recorded call of a torch operator, with memory layouts in place of its tensors."""
 
     operator: Any
     args: Any
@@ -263,7 +264,7 @@ class _Call(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Dispatch mode that records the operators called, on any device."""
+    """Dispatch mode that records every call of a torch operator, on any device."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -296,7 +297,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class _Questions(TorchFunctionMode):
-    """Function mode that notes whether a constructor reads `Tensor.is_meta`.
+    """Function mode that notes whether a model's constructor reads `Tensor.is_meta`.
 
     Some functions of `torch.nn.init` do, and draw nothing on the meta device.
     """
@@ -343,7 +344,7 @@ class InitProgram:
         return {name: tuple(place.shape) for name, place in self._places.items()}
 
     def run(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by the names of parameters; a DTensor gets this rank's shard."""
+        """Fill tensors with initial values, by the parameters' names; a DTensor gets its shard."""
         last = {each: n for n in self._needed for each in self._touched(n)}
         ready = defaultdict[int, list[str]](list)
         for name in targets:
@@ -384,7 +385,7 @@ class InitProgram:
         return call.reads | call.makes
 
     def _contributing(self, storages: Iterable[int], *, and_random: bool = False) -> list[int]:
-        """Return the numbers of the calls that affect storages, and of those that draw."""
+        """Return the numbers of recorded calls that affect storages, and of those that draw."""
         wanted, numbers = set(storages), list[int]()
         for number, call in reversed(list(enumerate(self._calls))):
             if (call.writes | call.makes) & wanted or (and_random and call.is_random):
@@ -394,7 +395,10 @@ class InitProgram:
 
 
 def record(build: Callable[[], nn.Module]) -> InitProgram | None:
-    """Record a constructor on the meta device; None if it cannot be run again."""
+    """Record a model's constructor on the meta device, to draw its parameters later.
+
+    None if it cannot be run again.
+    """
     try:
         program = InitProgram(build)
     except (NotImplementedError, RuntimeError):  # it reads values, of which there are none
@@ -404,7 +408,7 @@ def record(build: Callable[[], nn.Module]) -> InitProgram | None:
 
 @contextmanager
 def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]:
-    """Put parameters on the CPU, without values, for code that adds weights on their device."""
+    """Put parameters on the CPU, without values, for peft, which adds weights on their device."""
     before = [each.module._parameters.get(each.name) for each in deferred]
     for each in deferred:
         # peft makes A and B on the device of the layer's weight, and meta weights would get meta
@@ -440,7 +444,7 @@ def files_in(folder: Path) -> dict[str, Path] | None:
 
 
 def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
-    """Fill tensors, in their own dtypes, and quantised layers; a DTensor gets its own shard."""
+    """Read values from files into tensors and quantised layers; a DTensor gets its own shard."""
 
     def read(file: Path, names: Sequence[str]) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Base class of families whose transformer and pipeline are diffusers', with its helpers."""
+"""Base class of families whose transformer and pipeline are classes of diffusers; helpers."""
 
 import functools
 import math
@@ -39,10 +39,10 @@ class TransformerCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusersBlocks(BlockContract):
-    """Block contract for the layout that most transformers of diffusers share."""
+    """Block contract for the layout of blocks that most transformers of diffusers share."""
 
     lists: tuple[str, ...] = ("transformer_blocks",)
-    """Attributes of the transformer with its repeated blocks, in the order of the forward pass."""
+    """Names of the transformer's attributes that list its repeated blocks, in running order."""
     patch_size: tuple[int, int, int] = (1, 2, 2)
     arguments: Mapping[str, str] = field(
         default_factory=lambda: {
@@ -83,22 +83,24 @@ class DiffusersFamily(Family):
     """
 
     label: str
-    """Name of the family in messages."""
+    """Name of the model family in messages to the user."""
     transformer_class: str
     pipeline_class: str
     codec_class: type[Any]
     parts: str
-    """Codec and text encoders in words, for the message that refuses to export others."""
+    """The pipeline's codec and text encoders in words, for the message that refuses to export
+    others."""
     copied_parts: tuple[str, ...] = ()
     """Folders of the pipeline that longtake does not use; an export copies the release's."""
 
     block: DiffusersBlocks = DiffusersBlocks()
     makes_videos = True
     channel_ratios: ClassVar[tuple[float, ...]] = ()
-    """in_channels / out_channels of the transformers that the family trains, apart from 1."""
+    """Ratios in_channels / out_channels of the transformers that the family trains, apart from
+    1."""
 
     time_range = (0.0, 1.0)
-    """Timesteps of sigma 0 and of sigma 1."""
+    """Timesteps that the transformer gets for sigma 0 and for sigma 1."""
     negates = False
     """True if the transformer predicts latents - noise, the negated velocity."""
     scheduler = PipelineScheduler()
@@ -107,7 +109,7 @@ class DiffusersFamily(Family):
 
     @abstractmethod
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
-        """Return the arguments of the transformer that follow from codec and text encoder.
+        """Return the transformer's arguments that follow from codec and text encoder.
 
         Raises:
             RecipeError: the family cannot be conditioned on this text encoder.
@@ -127,12 +129,15 @@ class DiffusersFamily(Family):
         return text.embed_dim
 
     def check_config(self, config: Any) -> None:
-        """Refuse arguments that diffusers accepts but that fail at the first step (RecipeError)."""
+        """Refuse a transformer's config that diffusers accepts but fails with (RecipeError)."""
 
     def adapt(
         self, model: Any, section: ModelSection, shapes: Sequence[LatentShape], text: TextEncoder
     ) -> None:
-        """Change a built model, or refuse it for a recipe's latents and texts (RecipeError)."""
+        """Adapt a built transformer to a recipe, or refuse it for the recipe's latents and texts.
+
+        It raises RecipeError.
+        """
 
     @abstractmethod
     def call(
@@ -142,7 +147,7 @@ class DiffusersFamily(Family):
         timesteps: Tensor,
         conditioning: Conditioning,
     ) -> TransformerCall:
-        """Prepare a call of the transformer from latents in its dtype and timesteps [B].
+        """Prepare a call of the transformer from noisy latents in its dtype and timesteps [B].
 
         Raises:
             ModelError: conditioning that the model needs is missing.
@@ -152,7 +157,7 @@ class DiffusersFamily(Family):
         return self.pipeline_class
 
     def further_components(self, release: releases.Release) -> dict[str, Any]:
-        """Return further components of the exported pipeline, such as a guider."""
+        """Return components of an exported pipeline that training never uses, such as a guider."""
         return {}
 
     def predict_velocity(
@@ -241,7 +246,7 @@ class DiffusersFamily(Family):
         return own
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """Return the sampling defaults: the release's shift, the pipeline's guidance and steps."""
+        """Return the defaults of sampling: the release's shift, and guidance and steps."""
         shift = self.scheduler.shift(section)
         return Defaults(shift, self.guidance_scale, self.num_inference_steps)
 
@@ -308,10 +313,10 @@ class DiffusersFamily(Family):
 def guidance_scales(
     chosen: DiffusersFamily, model: nn.Module, conditioning: Conditioning
 ) -> Tensor | None:
-    """Return the guidance scales [B] of a guidance-distilled model; None for others.
+    """Return the guidance scales [B] that a guidance-distilled model gets; None for others.
 
     Raises:
-        ModelError: the conditioning has none.
+        ModelError: the conditioning has no `guidance`.
     """
     if not chosen.distils_guidance(model):
         return None
@@ -352,23 +357,23 @@ def embed_pictures(
 
 
 def to_image(picture: Tensor) -> Image.Image:
-    """Convert a picture [3, F, H, W] uint8, its first frame, to an image for a processor."""
+    """Convert a picture, the first frame of [3, F, H, W] uint8, to an image for a processor."""
     return Image.fromarray(picture[:, 0].permute(1, 2, 0).cpu().numpy())
 
 
 def pad_texts(texts: Sequence[Tensor], max_tokens: int, name: str = "prompt") -> Conditioning:
-    """Pad texts [L, D] with zeros to `<name>_embeds` [B, T, D], and `<name>_length` [B] int64."""
+    """Pad embedded texts [L, D] with zeros to `<name>_embeds` [B, T, D]; add their lengths [B]."""
     padded = torch.stack([F.pad(each, (0, 0, 0, max_tokens - len(each))) for each in texts])
     lengths = torch.tensor([len(each) for each in texts], device=padded.device)
     return {f"{name}_embeds": padded, f"{name}_length": lengths}
 
 
 def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Cut texts [B, T, D] where the longest ends; also return bool [B, T], false for padding.
+    """Cut padded texts [B, T, D] to the longest one; also return a mask, false for padding.
 
-    The mask is None if nothing is padding, because attention without a mask has faster kernels. It
-    waits for the device. In a plan the longest text has the greatest length, and the texts of a
-    batch are taken to differ in length.
+    The mask is bool [B, T], or None if nothing is padding, because attention without a mask has
+    faster kernels. It waits for the device. In a plan the longest text has the greatest length, and
+    the texts of a batch are taken to differ in length.
     """
     # Without values `total` stays one text's length, which equals the sum only in a batch of one:
     # larger batches of a plan get a mask.
@@ -385,7 +390,7 @@ def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
 def share_inputs(
     model: Any, sharing: TokenSharing, dims: Mapping[str, int], lengths: Sequence[str]
 ) -> None:
-    """Cut arguments of a transformer between ranks, and gather what its `proj_out` returns.
+    """Cut a transformer's token arguments between ranks, and gather what its `proj_out` returns.
 
     Args:
         model: a model of diffusers.
@@ -411,7 +416,7 @@ def share_inputs(
 
 
 def cut_outputs(module: Any, sharing: TokenSharing, dim: int) -> None:
-    """Cut each of the tensors that a module returns, such as tables of positions, between ranks."""
+    """Cut the tensors that a module returns, such as tables of positions, between the ranks."""
 
     def cut(_module: nn.Module, _args: object, tables: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return tuple(sharing.cut(table, dim) for table in tables)
@@ -440,7 +445,7 @@ def _sharing_class(processor_class: Any) -> type["_SharingProcessor"]:
 
 
 class _SharingProcessor:
-    """Attention processor that calls another one with its attention shared by the ranks."""
+    """Attention processor that calls another one, whose attention the ranks share."""
 
     def __init__(self, processor: Any, sharing: TokenSharing) -> None:
         self._processor = processor

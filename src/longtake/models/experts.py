@@ -18,10 +18,11 @@ from longtake.models.streamed import StreamedBlocks
 
 @dataclass(frozen=True)
 class Experts:
-    """The two transformers of a release and the sigma at which one takes over."""
+    """The two transformers (experts) of a release, and the sigma at which one takes over."""
 
     boundary: float
-    """The lowest sigma of the high-noise expert, after the shift, in the open interval (0, 1)."""
+    """The lowest sigma that the high-noise transformer serves, after the shift, in the open
+    interval (0, 1)."""
     trained: Expert
 
     @property
@@ -30,7 +31,7 @@ class Experts:
 
     @property
     def sigma_range(self) -> tuple[float, float]:
-        """Sigmas of the trained expert; the upper end of the low-noise expert's is exclusive."""
+        """Range of sigmas that the trained transformer serves; the boundary belongs to `high`."""
         return (self.boundary, 1.0) if self.trained == "high" else (0.0, self.boundary)
 
     def sigmas_within(self, flow: FlowSection) -> tuple[float, float]:
@@ -69,11 +70,14 @@ class OtherExpert:
 
     model: nn.Module
     dtype: Literal["fp32", "bf16"]
-    """Dtype of the weights; streamed weights are None, so the model cannot tell it."""
+    """Dtype of the model's weights; streamed weights are None, so the model cannot tell it."""
     streamed: StreamedBlocks | None = None
 
     def bring(self, device: torch.device) -> None:
-        """Move what is not streamed to a device; on the CPU, also free the stream's GPU buffers."""
+        """Move the transformer's unstreamed weights to a device.
+
+        On the CPU, the GPU buffers of streamed weights are freed, too.
+        """
         if device.type == "cpu" and self.streamed is not None:
             self.streamed.free_buffers()
         self.model.to(device)

@@ -41,7 +41,7 @@ class FluxText(TextContract):
 
 
 def share_tokens(model: Any, sharing: TokenSharing) -> None:
-    """Split the text tokens and the image tokens of each sample between the ranks."""
+    """Split each sample's text tokens and image tokens between ranks (context parallelism)."""
     dims = {"encoder_hidden_states": 1, "txt_ids": 0, "hidden_states": 1, "img_ids": 0}
     lengths = ("encoder_hidden_states", "hidden_states")
     diffusers_family.share_inputs(model, sharing, dims, lengths)
@@ -70,7 +70,8 @@ class Flux(diffusers_family.DiffusersFamily):
     )
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
-    """Widths of the release's rotary positions (axes_dims_rope), one for each number of an id."""
+    """Widths of the released FLUX.1's rotary position embeddings (axes_dims_rope), one for each
+    number of a token's id."""
     scheduler = PipelineScheduler(default_shift=ShiftRule(MuLine()))
     guidance_scale = 3.5
     num_inference_steps = 28
@@ -125,7 +126,10 @@ class Flux(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Prepare a call with the noisy image's tokens, then each reference's, numbered from 1."""
+        """Prepare a call of FLUX with the noisy image's tokens, then those of each reference.
+
+        References are numbered from 1.
+        """
         dtype, (height, width) = noisy_latents.dtype, noisy_latents.shape[-2:]
         prompt = conditioning["prompt_embeds"].to(dtype)
         images = [noisy_latents]

@@ -27,7 +27,7 @@ _COMFYUI = (
     *("transformer_blocks.", "single_transformer_blocks.", "x_embedder.", "context_embedder."),
     *("norm_out.linear.", "proj_out."),
 )
-"""Layers of FLUX.2 that ComfyUI's `flux_to_diffusers` knows by diffusers' names."""
+"""Prefixes of FLUX.2's layers that ComfyUI's `flux_to_diffusers` knows by diffusers' names."""
 
 
 class Flux2Text(TextContract):
@@ -125,7 +125,10 @@ class Flux2(flux.Flux):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Prepare a call with the noisy image's tokens, then references' at times 10, 20, ..."""
+        """Prepare a call of FLUX.2 with the noisy image's tokens, then those of references.
+
+        The references' times are 10, 20, ...
+        """
         prompt, (height, width) = conditioning["prompt_embeds"], noisy_latents.shape[-2:]
         images = [noisy_latents, *self.inputs.pictures(conditioning)]
         ids = [flux.image_ids(image, _TIME_STEP * at, patch=1) for at, image in enumerate(images)]

@@ -73,7 +73,7 @@ class HunyuanInputs(base.InputContract):
         pixels: Mapping[str, Tensor],
         bucket: Bucket,
     ) -> base.Conditioning:
-        """Return `first_latents` [B, C, 1, h, w], and SigLIP's `first_embeds` [B, T, D]."""
+        """Encode a first frame as `first_latents` [B, C, 1, h, w] and `first_embeds` [B, T, D]."""
         encoded = super().encode(codec, text, pixels, bucket)
         if "first" not in pixels or "image_encoder" not in text.pipeline_parts():
             return encoded
@@ -98,7 +98,7 @@ class HunyuanBlocks(DiffusersBlocks):
 
 
 def _share_tokens(model: Any, sharing: TokenSharing) -> None:
-    """Split the text tokens and the video tokens of each sample between the ranks."""
+    """Split each sample's text tokens and video tokens between ranks (context parallelism)."""
     # In place of the forward pass that `adapt` has set, which shares nothing.
     model.forward = partial(_forward, model, sharing)
     for block in model.transformer_blocks:
@@ -220,7 +220,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Prepare a call with channels of noisy latents, first frame, and a mask of that frame."""
+        """Prepare a call whose input channels are noisy latents, the first frame, and its mask."""
         dtype, shape = noisy_latents.dtype, noisy_latents.shape
         given, mask = torch.zeros_like(noisy_latents), torch.zeros_like(noisy_latents[:, :1])
         embeds = None
@@ -280,7 +280,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
 
 
 class _SizesOfAutoencoder:
-    """Stand-in for an autoencoder, with the sizes that the pipeline's constructor reads."""
+    """Stand-in for an autoencoder: only the sizes that the pipeline's constructor reads."""
 
     config = SimpleNamespace(latent_channels=32)
     temporal_compression_ratio = 4
@@ -296,7 +296,7 @@ def _has_first(model: Any) -> bool:
 
 
 def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
-    """Return the scale in a guider_config.json; ModelError for guidance of another kind."""
+    """Return the guidance scale in a guider_config.json; ModelError for other guidance."""
     name = str(guider.get("_class_name", "ClassifierFreeGuidance"))
     other = [key for key, plain in _PLAIN.items() if guider.get(key, plain) != plain]
     if name != "ClassifierFreeGuidance" or other:
@@ -368,7 +368,7 @@ def _forward(
 
 
 def _refine(embedder: Any, text: Tensor, timestep: Tensor, known: Tensor | None) -> Tensor:
-    """Refine text [B, T, D] as the context embedder does, with padding masked as keys alone."""
+    """Refine embedded text [B, T, D] as the context embedder does; only keys mask padding."""
     if known is None:
         refined: Tensor = embedder(text, timestep)
         return refined

@@ -1,4 +1,4 @@
-"""Start LoRA from files with the names of diffusers, peft, ComfyUI, kohya's scripts and others.
+"""Reads LoRA files with the names of diffusers, peft, ComfyUI, kohya's scripts and others.
 
 Such files come from other tools: each setting that affects the strength is applied, or refused by
 name.
@@ -44,7 +44,8 @@ _MAX_CONVERTED = 20_000  # tensors; diffusers' converters take long for more
 _MAX_ALPHA = 1e6  # the same limit as that of trainable.alpha
 
 COMFYUI_DORA = {"longtake.dora_scale": "comfyui"}
-"""Header entry of files whose `dora_scale` is for ComfyUI, which divides by the norms of W."""
+"""Header entry of LoRA files whose `dora_scale` is made for ComfyUI, which divides by the norms of
+W."""
 
 # Settings of peft's LoraConfig that do not change the output of a trained LoRA. Of all others,
 # only the fields of `_Settings` are applied; any other that is set is refused.
@@ -83,7 +84,8 @@ class StoredLora:
     scale: float
     magnitude: Tensor | None  # [out] of DoRA
     is_for_comfyui: bool = False
-    """True if the magnitude must be divided by `dora_norm_ratio`."""
+    """True if the DoRA magnitude must be divided by `dora_norm_ratio`, as it was made for
+    ComfyUI."""
 
     @property
     def rank(self) -> int:
@@ -92,7 +94,7 @@ class StoredLora:
 
 @dataclass(frozen=True)
 class _Settings:
-    """Settings stored beside the weights that determine the strength, under peft's names."""
+    """Settings in a LoRA file that determine its strength, under peft's names."""
 
     lora_alpha: Any = None  # None: the rank, that is a scale of 1
     r: Any = None
@@ -173,7 +175,7 @@ def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
 
 
 class _LoraFile:
-    """Weights and settings of a LoRA file; from a file for both experts, the trained one's."""
+    """Weights and settings of a LoRA file; of one for both transformers, the trained one's."""
 
     def __init__(self, path: Path, expert: Expert | None) -> None:
         self.path = path
@@ -193,11 +195,14 @@ class _LoraFile:
         self.settings = self._check_settings(self._read_settings(folder))
 
     def refusal(self, text: str) -> RecipeError:
-        """Return an error that names the file."""
+        """Return an error about this LoRA file, which it names."""
         return RecipeError(f"trainable.init_from {self.path}{text}")
 
     def _select_expert(self, expert: Expert | None) -> str:
-        """Keep one expert's weights, renamed to `transformer.`; return the expert's folder."""
+        """Keep the LoRA weights of one transformer of a release, renamed; return its folder.
+
+        Their names then begin with `transformer.`.
+        """
         if expert is None:
             raise self.refusal(
                 " has LoRA of the low-noise expert of a release with two (transformer_2). Set "
@@ -213,9 +218,9 @@ class _LoraFile:
         return EXPERT_FOLDERS[expert]
 
     def _read_settings(self, folder: str) -> Mapping[str, Any]:
-        """Read peft's settings from the header or from adapter_config.json; empty without either.
+        """Read peft's settings from the LoRA file's header, or from adapter_config.json beside it.
 
-        `folder` is the transformer's in a pipeline.
+        `folder` is the transformer's in a pipeline. Empty without either.
         """
         saved = self.header.get("lora_adapter_metadata")
         beside = self.path.with_name("adapter_config.json")
@@ -264,7 +269,7 @@ class _LoraFile:
         return _Settings(**understood)
 
     def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredLora:
-        """Combine the weights of one layer with the strength that it was trained at."""
+        """Combine the LoRA weights of one layer with the strength at which they were trained."""
         settings = self.settings
         needed = ("down", "up", "magnitude") if settings.use_dora else ("down", "up")
         missing = [kind for kind in needed if kind not in parts]
@@ -312,7 +317,7 @@ class _LoraFile:
         return StoredLora(down, up, alpha / divisor, parts.get("magnitude"), is_for_comfyui)
 
     def refuse_other_shapes(self, name: str, lora: StoredLora, layer: Any) -> None:
-        """Refuse LoRA that is not of the layer's sizes and kind, or of a higher rank."""
+        """Refuse LoRA whose sizes or kind are not the layer's, or whose rank is higher."""
         rank, columns = layer.lora_A[ADAPTER].weight.shape
         rows = len(layer.lora_B[ADAPTER].weight)
         if (len(lora.up), lora.down.shape[1]) != (rows, columns):
@@ -342,23 +347,23 @@ def _is_expected(name: str, value: object) -> bool:
 
 
 def _of_layer(pattern: Mapping[str, Any] | None, layer: str, otherwise: Any) -> Any:
-    """Return a layer's value in a peft pattern: that of the first name which the layer ends with.
+    """Return a layer's value in a pattern of peft's settings (`alpha_pattern`, `rank_pattern`).
 
-    Without such a name it is `otherwise`.
+    It is that of the first name with which the layer's name ends, or else `otherwise`.
     """
     ends = (value for name, value in (pattern or {}).items() if f".{layer}".endswith(f".{name}"))
     return next(ends, otherwise)
 
 
 def _shorten(text: object) -> str:
-    """Make text of a file short and printable, for a message."""
+    """Make text from a LoRA file short and printable, for a message."""
     shown = "".join(islice(str(text), _MAX_NAME_LETTERS + 1))
     cut = len(shown) > _MAX_NAME_LETTERS
     return printable(shown[:_MAX_NAME_LETTERS]) + ("..." if cut else "")
 
 
 def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
-    """Yield each name under which a tool stores a layer, with the layer's name in the model."""
+    """Yield all names under which tools store a layer's LoRA, with the layer's own name."""
     for name in layers:
         originals = [name]
         with suppress(RecipeError):  # ComfyUI has no such model
@@ -375,7 +380,7 @@ def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tupl
 def _sort_by_layer(
     stored: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
-    """Group weights by layer and kind; also return the names that belong to no layer."""
+    """Group a file's LoRA weights by layer and kind; also return names that fit no layer."""
     by_layer: dict[str, dict[str, Tensor]] = {}
     unknown = []
     for key, value in stored.items():

@@ -32,7 +32,7 @@ class LTX2Text(TextContract):
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
     ) -> base.Conditioning:
-        """Encode one caption after another: the hidden layers of one are 49 times its width."""
+        """Encode captions one after another: one's hidden layers take 49 times its width."""
         embeds = []
         for caption in captions:
             layers, mask, *_ = pipeline.encode_prompt(
@@ -69,7 +69,7 @@ class LTX2Inputs(base.InputContract):
 
 
 def _share_tokens(model: Any, sharing: TokenSharing) -> None:
-    """Share the video's tokens between the ranks; every rank attends to the whole text."""
+    """Split a video's tokens between ranks, each of which attends to the whole text."""
     dims = {"hidden_states": 1, "video_coords": 2, "timestep": 1}
     diffusers_family.share_inputs(model, sharing, dims, ["hidden_states"])
     for block in model.transformer_blocks:
@@ -230,6 +230,6 @@ _IN_BLOCKS = {
 
 
 def original_name(name: str) -> str:
-    """Return a parameter's name in the releases of Lightricks."""
+    """Return a parameter's name in the LTX-2 files that Lightricks releases."""
     first, *others = name.split(".")
     return ".".join([_AROUND_BLOCKS.get(first, first), *(_IN_BLOCKS.get(n, n) for n in others)])

@@ -24,11 +24,12 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _ISAS_WITHOUT_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
-"""Values of ONEDNN_MAX_CPU_ISA that keep oneDNN from bf16 instructions in matrix products."""
+"""Values of the environment variable ONEDNN_MAX_CPU_ISA with which oneDNN uses no bf16 instructions
+in matrix products."""
 
 
 def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.device) -> Precision:
-    """Choose the precision; `auto` is bf16 if the device has instructions for it."""
+    """Choose the precision of a training; `auto` is bf16 if the device has instructions for it."""
     if wanted != "auto":
         return wanted
     if device.type == "cuda":
@@ -41,7 +42,7 @@ def choose_precision(wanted: Literal["auto", "bf16", "fp32"], device: torch.devi
 
 
 def autocast(precision: Precision, device: torch.device) -> torch.autocast:
-    """Return a context in which matrix products run in bf16, or nothing changes.
+    """Return a context in which matrix products run in bf16; with "fp32" it changes nothing.
 
     autocast's cache is off: a forward pass uses each weight once, and the cache would keep the bf16
     copies of all weights until its end.
@@ -112,7 +113,7 @@ def count_weights(model: nn.Module) -> int:
 
 
 class ForwardFlops(NamedTuple):
-    """Floating-point operations of one forward pass; a multiply-add is two."""
+    """Floating-point operations of one forward pass; a multiply-add counts as two."""
 
     total: int
     of_activations: int  # products of two activations: attention, which has no weights

@@ -15,7 +15,7 @@ from longtake.models.conditioning import outline_conditioning
 
 @dataclass(frozen=True)
 class FlowBatch:
-    """Latents, noise, sigmas and conditioning of the samples of one forward pass."""
+    """The samples of one forward pass: their latents, noise, sigmas and conditioning."""
 
     latents: Tensor  # [B, C, F, H, W]
     noise: Tensor  # [B, C, F, H, W]
@@ -55,7 +55,7 @@ def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Te
 def forward_flops(
     parts: Components, recipe: config.Recipe, bucket: config.Bucket
 ) -> numerics.ForwardFlops:
-    """Count the operations of one forward pass over one sample."""
+    """Count the floating-point operations of one forward pass over one sample."""
     inputs = {
         "noisy_latents": torch.empty(1, *latent_shape(parts.codec, bucket), device="meta"),
         "sigmas": torch.empty(1, device="meta"),
@@ -65,7 +65,7 @@ def forward_flops(
 
 
 class _WithConditioning(nn.Module):
-    """A family's model as a module, so that its FLOPs can be counted through `forward`."""
+    """A family's model whose `forward` takes all inputs, so that its FLOPs can be counted."""
 
     def __init__(self, parts: Components) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Find, download and load parts of pretrained models, or make them with random weights.
+"""Finds, downloads and loads parts of pretrained models, or makes them with random weights.
 
 Torch is imported with a model, not for its configuration.
 """
@@ -52,7 +52,7 @@ class PipelinePart:
 
 @dataclass(frozen=True)
 class FrozenParts:
-    """The frozen codec and encoders of a family's pipeline."""
+    """The frozen codec, text encoders and processors of a family's diffusers pipeline."""
 
     codec: PipelinePart
     text: PipelinePart
@@ -69,7 +69,7 @@ class FrozenParts:
 
 @contextmanager
 def local_copies() -> Iterator[None]:
-    """Use the hub's local cache without a request; another process has already downloaded."""
+    """Load from the Hugging Face cache without requests: another process has downloaded already."""
     token = _is_fetched.set(True)
     try:
         yield
@@ -111,7 +111,7 @@ def load_pretrained(loaded_class: Any, where: str, subfolder: str, **options: An
 
 
 def without_values(report: Mapping[str, Any]) -> list[str]:
-    """Return the names of tensors to which the files of a model gave no values.
+    """Return the names of a model's tensors to which its files gave no values.
 
     Args:
         report: what `from_pretrained` of diffusers and transformers returns beside the model.
@@ -141,7 +141,7 @@ def _refuse_unloadable(loaded_class: Any, folder: Path, where: str, subfolder: s
 def refuse_other_class(
     config: Mapping[str, Any], model_class: Any, where: str, subfolder: str
 ) -> None:
-    """Refuse a configuration saved from another class, whose gaps defaults would fill."""
+    """Refuse a model configuration saved from another class: defaults would fill its gaps."""
     if hasattr(model_class, "load_config"):  # diffusers
         saved, needed = config.get("_class_name"), model_class.__name__
     else:
@@ -154,7 +154,7 @@ def refuse_other_class(
 
 
 def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
-    """Call `built_class(**values)` with values of the recipe's `key`; RecipeError if unfit."""
+    """Call `built_class(**values)` with values of a recipe key; RecipeError if they are unfit."""
     check_arguments(key, built_class.__init__, values)
     known = defaults(built_class.__init__).items()
     if missing := [n for n, value in known if value is inspect.Parameter.empty and n not in values]:
@@ -171,7 +171,7 @@ def construct(key: str, built_class: Any, values: Mapping[str, Any]) -> Any:
 
 
 def check_arguments(key: str, function: Callable[..., Any], values: Mapping[str, Any]) -> None:
-    """Refuse arguments that a function does not take by name."""
+    """Refuse recipe values that are no named arguments of the function they are for."""
     known = list(defaults(function))
     for name in values:
         if name not in known:

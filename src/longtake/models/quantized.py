@@ -1,4 +1,4 @@
-"""Frozen linear layers in fewer bits: quantised when read, dequantised where they are used.
+"""Frozen linear layers with weights in 4 or 8 bits: quantised when read, dequantised when used.
 
 A quantised layer keeps its weight in buffers that no state dict has. The forward and the backward
 pass each dequantise it, so that autograd keeps no dequantised weight.
@@ -17,7 +17,7 @@ from longtake.config import Quantization
 from longtake.errors import RecipeError
 
 _NF4_BLOCK = 64
-"""Number of weights that share a scale, as in QLoRA (Dettmers et al., 2023)."""
+"""Number of weights that share a scale in the nf4 format, as in QLoRA (Dettmers et al., 2023)."""
 _NF4_SCALES = 256  # the most scales that share a factor, by which they are quantised themselves
 _NF4_ZERO = 0x77  # two weights of level 7, which is 0
 _LEAST_SCALE = 2.0**-100  # scale of a row of zeros
@@ -25,15 +25,15 @@ _ROWS: Mapping[str, tuple[torch.dtype, float]] = {
     "int8": (torch.int8, 127.0),
     "fp8": (torch.float8_e4m3fn, 448.0),
 }
-"""Formats with a scale per row: the dtype of the weights, and the largest of them."""
+"""Number formats with one scale per row: the dtype of the codes, and the largest code."""
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "int8": ("codes", "scale"),
     "fp8": ("codes", "scale"),
     "nf4": ("codes", "scale_codes", "factor", "mean", "levels"),
 }
-"""Names of the buffers that replace a weight, by format."""
+"""Names of the buffers that replace a quantised layer's weight, by number format."""
 _ONE_AT_A_TIME = Lock()
-"""Lock by which threads quantise one after the other: it takes several times a weight's memory."""
+"""Lock that lets threads quantise one weight at a time, which takes several times its memory."""
 
 
 class FrozenLinear(nn.Linear):
@@ -87,12 +87,12 @@ class QuantizedLinear(FrozenLinear):
 
     kind: Quantization
     dtype: torch.dtype
-    """Dtype of the weight before it was quantised."""
+    """Dtype that the layer's weight had before it was quantised."""
     codes: Tensor
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the weight before it was quantised."""
+        """Bytes that the layer's weight had before it was quantised."""
         return self.in_features * self.out_features * self.dtype.itemsize
 
     def __getattr__(self, name: str) -> Any:
@@ -103,7 +103,7 @@ class QuantizedLinear(FrozenLinear):
 
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
-        """Quantise a weight, on the device where the layer is, into the layer's buffers."""
+        """Quantise a weight into the layer's buffers, on the layer's device."""
         with _ONE_AT_A_TIME:
             exact = weight.to(self.codes.device, self.dtype).float()
             made = (
@@ -243,7 +243,7 @@ def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
 def _shapes(
     kind: Quantization, num_rows: int, num_columns: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shapes and dtypes of the buffers that replace a weight."""
+    """Return shapes and dtypes of the buffers that replace a weight of these sizes."""
     if kind != "nf4":
         return [((num_rows, num_columns), _ROWS[kind][0]), ((num_rows, 1), torch.bfloat16)]
     num_blocks = num_rows * num_columns // _NF4_BLOCK
@@ -262,7 +262,10 @@ def _scales_per_factor(num_blocks: int) -> int:
 
 
 def _quantized_rows(weight: Tensor, kind: Quantization) -> list[Tensor]:
-    """Quantise rows by scales that bf16 can hold: dequantising to bf16 then rounds only once."""
+    """Quantise a weight with a scale per row that bf16 can hold.
+
+    Dequantising to bf16 then rounds only once.
+    """
     dtype, largest = _ROWS[kind]
     scale = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=_LEAST_SCALE).bfloat16()
     scaled = weight / scale.float()

@@ -40,7 +40,7 @@ class QwenText(TextContract):
 
 
 def _share_tokens(model: Any, sharing: TokenSharing) -> None:
-    """Split the text tokens and the image tokens of each sample between the ranks."""
+    """Split each sample's text tokens and image tokens between ranks (context parallelism)."""
 
     def count_text(_: nn.Module, args: Any, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         # Positions are computed for the whole text, of which a rank has only a part.
@@ -99,7 +99,8 @@ class QwenImage(diffusers_family.DiffusersFamily):
     makes_videos = False
     channel_ratios: ClassVar[tuple[float, ...]] = (_PATCH,)
     other_models: ClassVar[Mapping[str, str]] = {**VARIANTS, **_EDITS}
-    """Descriptions of other models with the same class, by the config setting that marks them."""
+    """Descriptions of other models that have Qwen-Image's class, by the config setting that marks
+    them."""
     guidance_scale = 4.0
     num_inference_steps = 50
 
@@ -124,7 +125,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Prepare a call with the noisy image's tokens, then those of each reference."""
+        """Prepare a call of Qwen-Image with the noisy image's tokens, then each reference's."""
         height, width = noisy_latents.shape[-2:]
         prompt, counts = diffusers_family.cut_texts(
             conditioning["prompt_embeds"], conditioning["prompt_length"]
@@ -146,7 +147,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         )
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Rescale each guided token to the norm of the conditional one, as the pipeline does."""
+        """Rescale guided velocities by token to the conditional ones' norm, as the pipeline."""
         tokens = flux.pack(super().guided(conditional, unconditional, scale))
         lengths = flux.pack(conditional).norm(dim=-1, keepdim=True)
         scaled = tokens * (lengths / tokens.norm(dim=-1, keepdim=True))
@@ -173,7 +174,7 @@ class Positions(nn.Module):
     def forward(
         self, shapes: Any, max_txt_seq_len: int, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Return complex rotations [N, d / 2] of the image tokens, and of the text tokens."""
+        """Return complex rotations [N, d / 2] of the image tokens' and text tokens' positions."""
         pictures, behind = [], 0
         for number, (frames, rows, columns) in enumerate(shapes[0]):
             # Rows and columns are centred on 0; the first axis is the number of the image.

@@ -35,10 +35,11 @@ class EditText(qwen_image.QwenText):
     seen_area: int = _AREA
     """Pixels of a reference image after it is resized for the text encoder."""
     frame_tokens: int = 2
-    """Upper bound of the tokens that the template adds around the image tokens of one reference."""
+    """Most tokens that the text encoder's template adds around the image tokens of one
+    reference."""
 
     def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Make the encoder receive `mm_token_type_ids`, which mark the tokens of images.
+        """Let the text encoder get `mm_token_type_ids`, which mark the tokens of images.
 
         diffusers' pipelines omit them, and transformers 5 then numbers the tokens of an image one
         by one instead of by rows and columns, as the release was trained.
@@ -94,7 +95,7 @@ class EditInputs(base.InputContract):
         return encoded
 
     def _resized(self, pictures: Tensor, bucket: Bucket) -> Tensor:
-        """Resize pictures [B, 3, 1, H, W] uint8 of a bucket's size to the size that is encoded."""
+        """Resize reference pictures [B, 3, 1, H, W] uint8 to the size at which they are encoded."""
         if pictures.is_meta:
             return pictures.new_empty(len(pictures), 3, 1, *self.size(bucket))
         resized = [torch.from_numpy(np.array(_resize(each, _AREA))) for each in pictures]
@@ -130,7 +131,7 @@ def _processor_class() -> Any:
     import transformers
 
     class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
-        """Processor of images alone: the parts of its base class for videos need torchvision."""
+        """Processor of images without its base class's parts for videos, which need torchvision."""
 
         folder: Path
 
@@ -138,7 +139,7 @@ def _processor_class() -> Any:
             return type(argument)
 
         def save_pretrained(self, folder: Any, **_options: Any) -> None:
-            """Copy the release's own processor files, those for videos included."""
+            """Copy the release's own processor files to an export, including those for videos."""
             shutil.copytree(self.folder, folder, dirs_exist_ok=True)
 
     # A saved pipeline names the class by module and name: keep those of transformers.

@@ -9,7 +9,7 @@ from longtake.models.codec import Codec
 
 
 def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
-    """Check inputs and buckets against the family and return the buckets' latent shapes."""
+    """Check a recipe's inputs and buckets against its family; return the buckets' latent shapes."""
     _check_time_and_audio(recipe, chosen)
     inputs = recipe.model_inputs()
     needed, taken = chosen.inputs.names(recipe.model)
@@ -53,7 +53,7 @@ def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[Lat
 def _refuse_frames(
     given: Mapping[str, config.ConditioningSection], recipe: config.Recipe, codec: Codec
 ) -> None:
-    """Refuse `frames` that span a whole clip, or that the codec cannot encode alone."""
+    """Refuse first frames (`frames`) that are a whole clip or cannot be encoded alone."""
     for name, section in given.items():
         if section.frames is None:
             continue

@@ -1,8 +1,7 @@
-"""Recognition of the kind of model that a release is, by its two configurations.
+"""Recognises which kind of model a release is, by its two configurations; imports no torch.
 
 They are model_index.json and the transformer's config.json. `KINDS` has rows of families that this
-version lacks, too: they are refused until they are in `longtake.models.base.FAMILIES`. Imports no
-torch.
+version lacks, too: they are refused until they are in `longtake.models.base.FAMILIES`.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -32,7 +31,7 @@ def _takes_more(facts: Facts) -> bool:
 
 
 def _names(facts: Facts, part: str) -> bool:
-    """Return True if the pipeline's model_index.json names a class for a part."""
+    """Return True if the release's model_index.json names a class for this part of the pipeline."""
     # An entry is [library, class], and [null, null] for a part that the release leaves out.
     return (facts.get(part) or [None])[0] is not None
 
@@ -43,20 +42,20 @@ def _has_two(facts: Facts) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of release that a family trains."""
+    """A kind of released model, such as Wan 2.1 or FLUX.1, and how it is recognised."""
 
     title: str
     family: str
-    """Value of model.family that trains this kind."""
+    """Value of the recipe key model.family with which this kind is trained."""
     transformer: str
-    """Class name of the transformer in its configuration."""
+    """Class name of the transformer in the release's configuration."""
     fits: Callable[[Facts], bool] = _always
     task: Literal["text", "first frame", "edit"] = "text"
     size: tuple[int, int, int] = (1, 1024, 1024)
     """Frames, height and width that the kind's pipeline makes by default."""
     fps: float | None = None
     releases: tuple[str, ...] = ()
-    """Ids of repositories in diffusers' layout; the first serves as an example."""
+    """Ids of the kind's repositories in diffusers' layout; the first serves as an example."""
 
 
 def _of(*pipelines: str) -> Callable[[Facts], bool]:
@@ -64,7 +63,7 @@ def _of(*pipelines: str) -> Callable[[Facts], bool]:
 
 
 def makes_from_frame(facts: Facts) -> bool:
-    """Return True for an image-to-video HunyuanVideo 1.5: both tasks have one transformer class."""
+    """Return True for an image-to-video HunyuanVideo 1.5, whose class serves both tasks."""
     named = facts.get("pipeline")
     return bool(named == HUNYUAN_I2V if named else facts.get("task_type") == "i2v")
 
@@ -203,7 +202,7 @@ class _Refused:
 
 
 def _named(*beginnings: str) -> Callable[[Facts], bool]:
-    """Match a pipeline or transformer whose class name begins with one of `beginnings`."""
+    """Return a test for releases whose pipeline's or transformer's class name begins so."""
     return lambda facts: any(
         str(facts[name]).startswith(beginnings) for name in ("pipeline", "transformer")
     )
@@ -297,7 +296,7 @@ _REFUSED = (
 
 
 def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
-    """Return the kind of the release that a section starts from; None if no row fits it.
+    """Return the kind of the release that a model section names; None if no row of `KINDS` fits.
 
     Raises:
         ModelError: it is refused by name, or its family is not among `families`.
@@ -337,7 +336,7 @@ def _with_class(title: str, facts: Facts) -> str:
 
 
 def trained(families: Collection[str]) -> str:
-    """Return a sentence that lists the families of this version."""
+    """Return a sentence that lists the model families of this version."""
     here = dict.fromkeys(kind.family for kind in KINDS if kind.family in families)
     return f"This version trains releases of {', '.join(here)}."
 

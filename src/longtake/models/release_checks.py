@@ -1,4 +1,4 @@
-"""Refusals of releases that no family trains: other objectives, experts and inputs."""
+"""Refuses releases that no family can train: another objective, or other experts or inputs."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ _TARGETS = {
 
 
 def refuse_other_objectives(scheduler: Mapping[str, Any] | None, where: str) -> None:
-    """Refuse a checkpoint whose scheduler states another objective than flow matching."""
+    """Refuse a released model whose scheduler states another objective than flow matching."""
     if scheduler is None:
         return
     name = str(scheduler.get("_class_name", ""))
@@ -51,7 +51,7 @@ def refuse_untrained(
 
 
 def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
-    """Return True if a model_index.json names a second transformer, for low noise."""
+    """Return True if a release's model_index.json names a second transformer, for low noise."""
     return (pipeline.get("transformer_2") or (None, None))[0] is not None
 
 

@@ -1,4 +1,4 @@
-"""The scheduler of a family's pipeline: a release's shift, and the scheduler of an export."""
+"""The scheduler of a family's diffusers pipeline: a release's shift, and that of an export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,9 +12,8 @@ from longtake.models import pretrained, releases
 DEFAULT_SHIFT = ShiftRule(5.0)
 
 PipelineMu = Literal["line", "flux2"] | None
-"""Kind of mu that a pipeline gives its scheduler: by the line in its scheduler_config.json, by
-FLUX.2's formula, or none, so that it can follow no rule.
-"""
+"""Way in which a pipeline gives its scheduler mu, the logarithm of the shift: by the line in its
+scheduler_config.json, by FLUX.2's formula, or not at all, so that it can follow no rule."""
 
 _LINE = {
     "base_image_seq_len": "base_tokens",
@@ -22,7 +21,7 @@ _LINE = {
     "max_image_seq_len": "max_tokens",
     "max_shift": "max_mu",
 }
-"""Fields of `MuLine` by their names in diffusers."""
+"""Names of the fields of `MuLine` in diffusers' scheduler_config.json."""
 
 _OTHER_SIGMAS = (
     "use_karras_sigmas",
@@ -37,7 +36,7 @@ _OTHER_SIGMAS = (
 def scheduler_shift(
     scheduler: Mapping[str, Any] | None, mu: PipelineMu, where: str
 ) -> ShiftRule | None:
-    """Return the shift in a pipeline's scheduler_config.json; None if it states none.
+    """Return the shift that a release's scheduler_config.json states; None if it states none.
 
     Raises:
         ModelError: sampling by this scheduler needs more than a shift.
@@ -87,11 +86,11 @@ def shift_values(rule: ShiftRule, mu: PipelineMu, bucket_shift: float) -> dict[s
 
 @dataclass(frozen=True)
 class PipelineScheduler:
-    """The scheduler of a family's pipeline, for releases that bring none."""
+    """The diffusers scheduler of a family's pipeline, for releases that bring none."""
 
     class_name: str = "FlowMatchEulerDiscreteScheduler"
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the scheduler's class."""
+    """Arguments for the constructor of the scheduler's class."""
     default_shift: ShiftRule = DEFAULT_SHIFT
     mu: PipelineMu = "line"
 

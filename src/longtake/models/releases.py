@@ -1,4 +1,4 @@
-"""Configurations of released models: shipped, read from a folder, or downloaded alone."""
+"""Reads configurations of released models: shipped with longtake, in a folder, or downloaded."""
 
 import json
 import shutil
@@ -18,14 +18,14 @@ SHIPPED = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": "wan_2_1_1_3b.json",
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan_2_1_14b.json",
 }
-"""Shipped configurations by repository id; Kontext's are those of FLUX.1-dev."""
+"""Configurations that longtake ships, by repository id; Kontext's are those of FLUX.1-dev."""
 SHIPPED_PIPELINES = {"black-forest-labs/FLUX.1-Kontext-dev": "FluxKontextPipeline"}
-"""Pipeline classes by repository id, for transformers that several pipelines share."""
+"""Class names of pipelines by repository id, for transformers that several pipelines share."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """Configurations of a pretrained model, or of a model from scratch."""
+    """Configurations (pipeline, transformer, scheduler) of a release or of an untrained model."""
 
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
@@ -34,7 +34,7 @@ class Release:
 
 
 def read_release(section: ModelSection) -> Release:
-    """Read the configurations of the model that a section starts from."""
+    """Read the configurations of the released model that a model section starts from."""
     where = section.pretrained
     if where is None:
         return Release(section.config, None, {})
@@ -62,7 +62,7 @@ _read_repository = cache(_read_release)  # so that the hub is asked once
 
 
 def find_part(where: str, expected: PipelinePart) -> PipelinePart:
-    """Find a part of a repository by its model_index.json; `expected` if none is named there.
+    """Find a part of a release's pipeline by model_index.json; `expected` if none is named there.
 
     Raises:
         ModelError: the repository has it in a class that the family cannot use.
@@ -87,7 +87,7 @@ def find_part(where: str, expected: PipelinePart) -> PipelinePart:
 
 
 def has_part(where: str, part: PipelinePart) -> bool:
-    """Return True if a pipeline's model_index.json names a class for a part."""
+    """Return True if a release's model_index.json names a class for this part of the pipeline."""
     return bool((pipeline_index(where).get(part.folder) or [None])[0])
 
 
@@ -98,7 +98,7 @@ def _is_class(value: Any) -> bool:
 
 
 def pipeline_index(where: str) -> dict[str, Any]:
-    """Read model_index.json, or that of a modular pipeline; empty if there is neither."""
+    """Read a release's model_index.json, or that of a modular pipeline; {} if there is neither."""
     return _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
 
 

@@ -20,9 +20,10 @@ the releases' own shifts have 1 % below 0.2 to 0.47, and serve well.
 def review_model(
     parts: Components, recipe: config.Recipe, *, has_parent: bool = False
 ) -> list[str]:
-    """Return warnings about parts of a recipe that train other than expected, on any device.
+    """Return warnings about parts of a recipe that train in another way than users expect.
 
-    `has_parent`: True if the run starts with the weights of another run.
+    The model may be on any device. `has_parent`: True if the run starts with the weights of another
+    run.
     """
     warnings = []
     settings, section = recipe.sampling, recipe.trainable

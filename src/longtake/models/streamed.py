@@ -23,14 +23,13 @@ from longtake.parallel.transfer import CopyStream
 
 NUM_BUFFERS = 2
 _ALIGNMENT = 512
-"""Bytes, the alignment of CUDA's allocator: other kernels may compute products of unaligned
-weights.
-"""
+"""Alignment in bytes of CUDA's memory allocator, kept for streamed weights: products of unaligned
+weights may be computed by other kernels."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a layer's tensor in its block's memory; the tensor is None off the device."""
+    """Place of a streamed layer's tensor in its block's memory; off the device it is None."""
 
     held: dict[str, Any]  # the layer's parameters, or its buffers
     name: str
@@ -47,7 +46,10 @@ class _Place:
         return flat.view(self.like.shape)
 
     def put(self, view: Tensor | None) -> None:
-        """Put a view of a buffer into the layer, as a new Parameter: `Module.to` changes `data`."""
+        """Make a view of a device buffer the layer's weight, as a new Parameter.
+
+        Assigning `data` would not last, as `Module.to` changes it.
+        """
         if view is not None and self.is_parameter:
             view = nn.Parameter(view, requires_grad=False)
         self.held[self.name] = view
@@ -55,7 +57,7 @@ class _Place:
 
 @dataclass(eq=False)
 class _Weights:
-    """The streamed weights of one block, kept in host memory."""
+    """The frozen weights of one streamed block, kept in host memory."""
 
     places: Sequence[_Place]
     host: Tensor  # [bytes] uint8; on a machine with CUDA page-locked
@@ -71,7 +73,7 @@ class _Weights:
 
 @dataclass(eq=False)
 class _Buffer:
-    """Memory of the device for one block's weights."""
+    """Device buffer for the streamed weights of one block."""
 
     memory: Tensor
     block: int | None = None  # number of the block whose weights it holds
@@ -79,13 +81,13 @@ class _Buffer:
 
 
 class StreamedBlocks:
-    """Streaming of the frozen linear layers of blocks; other weights stay on the device.
+    """Streams the frozen linear layers of blocks from host memory, just before they are needed.
 
-    Weights that have values are moved to host memory at once; those on the meta device get values
-    within `on_host`. Until a block is called its weights are None. Gradients are bitwise equal to
-    those without streaming, whether activations are kept or recomputed: the layers become
-    `FrozenLinear`, which looks its weight up again in the backward pass, and the gradient of a
-    block's output calls for the weights first.
+    Other weights stay on the device. Weights that have values are moved to host memory at once;
+    those on the meta device get values within `on_host`. Until a block is called its weights are
+    None. Gradients are bitwise equal to those without streaming, whether activations are kept or
+    recomputed: the layers become `FrozenLinear`, which looks its weight up again in the backward
+    pass, and the gradient of a block's output calls for the weights first.
 
     Args:
         blocks: the blocks in the order in which they run.
@@ -110,7 +112,7 @@ class StreamedBlocks:
         ]
 
     def free_buffers(self) -> None:
-        """Free the device's buffers until a block is called again."""
+        """Free the device buffers of streamed weights until a block is called again."""
         self._copies.wait(self._copies.mark())  # the first block of the next pass may be in flight
         if self._current is not None:
             self._blocks[self._current].take_away()
@@ -120,7 +122,7 @@ class StreamedBlocks:
 
     @contextmanager
     def on_host(self) -> Iterator[None]:
-        """Put the host's weights into the blocks within the context, so that they can be filled."""
+        """Put the blocks' weights in host memory into their layers, to be filled in the context."""
         for each in self._blocks:
             each.put([place.within(each.host) for place in each.places])
         yield
@@ -130,7 +132,7 @@ class StreamedBlocks:
     def _after(
         self, number: int, block: nn.Module, args: Any, given: dict[str, Any], output: Any
     ) -> None:
-        """Register hooks that bring the weights before the block's backward pass begins."""
+        """Register hooks that bring a block's weights before its backward pass begins."""
         if in_backward():
             return  # recomputed: its backward pass has begun
         # The gradient of an output arrives before the block's backward pass. A tensor that the
@@ -141,7 +143,7 @@ class StreamedBlocks:
                 tensor.register_hook(partial(self._bring, number))
 
     def _bring(self, number: int, *_: object) -> None:
-        """Put a block's weights into its layers, and start to copy those of the next block."""
+        """Put a block's weights on the device into its layers; start to copy the next block's."""
         if number == self._current:
             return
         if self._current is not None:
@@ -173,7 +175,7 @@ class StreamedBlocks:
         return next((each for each in self._buffers if each.block == number), None)
 
     def _copy(self, number: int, besides: _Buffer | None) -> _Buffer:
-        """Copy a block's weights to the other buffer, behind what was computed so far."""
+        """Copy a block's weights to the other device buffer, after all that was computed so far."""
         buffer = next(each for each in self._buffers if each is not besides)
         host = self._blocks[number].host
         self._copies.copy(buffer.memory[: len(host)], host)
@@ -182,12 +184,12 @@ class StreamedBlocks:
 
 
 def streamed_bytes(block: nn.Module) -> int:
-    """Count the bytes of a block's weights that streaming keeps off the device."""
+    """Count the bytes of a block's weights that are in host memory if it is streamed."""
     return _end(_places(block))
 
 
 def look_up_weights(block: nn.Module) -> None:
-    """Turn the frozen linear layers of a streamed block into `FrozenLinear`, on any device."""
+    """Turn a block's frozen linear layers into `FrozenLinear`, whose weights can be streamed."""
     for layer in _frozen_linears(block):
         if type(layer) is nn.Linear:
             layer.__class__ = FrozenLinear
@@ -230,7 +232,7 @@ def _move_to_host(block: nn.Module, device: torch.device) -> _Weights:
 
 
 def _host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocate page-locked memory; torch's own allocator would round it up to a power of 2."""
+    """Allocate page-locked memory of this size; torch's own allocator rounds to a power of 2."""
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if device.type == "cuda" and num_bytes:
         address = memory.data_ptr()

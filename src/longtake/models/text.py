@@ -1,4 +1,4 @@
-"""Text encoders from captions to conditioning: models of transformers, or ids of words."""
+"""Text encoders from captions to conditioning: models of transformers, or ids of whole words."""
 
 import importlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,13 +21,14 @@ from longtake.models.quantized import quantize_linears
 from longtake.models.text_contract import TextContract
 
 NO_CAPTION = ""
-"""Caption of the unconditional pass of guidance; training uses it for dropped captions."""
+"""The empty caption, for the unconditional pass of guidance; training uses it for dropped
+captions."""
 
 LENGTH_STEP = 32
-"""Number of tokens; a family that encodes by length pads captions to a multiple of it."""
+"""Multiple of tokens to which captions are padded by a family that encodes by length."""
 
 MAX_WORDS = 8192
-"""Largest number of words in a vocabulary made of a catalog's captions (the most frequent)."""
+"""Most words in a vocabulary that is made of a catalog's captions (the most frequent ones)."""
 
 _PAD, _UNKNOWN, _START, _END = "[PAD]", "[UNK]", "<s>", "</s>"
 _SPECIAL = (_PAD, _UNKNOWN, _END)  # in the order of their ids: padding is 0
@@ -40,15 +41,15 @@ class TextEncoder(Protocol):
 
     vocabulary_size: int
     max_tokens: int
-    """Number of tokens T to which captions are cut or padded."""
+    """Number of tokens T to which captions are cut or padded for the encoder."""
 
     @property
     def embed_dim(self) -> int | None:
-        """Return the width of `prompt_embeds`; None if the model embeds token ids itself."""
+        """Return the width of `prompt_embeds`; None if the transformer embeds token ids itself."""
 
     @property
     def pooled_dim(self) -> int | None:
-        """Return the width of `pooled_prompt_embeds`; None without a second encoder."""
+        """Return the width of `pooled_prompt_embeds`; None without a second text encoder."""
 
     def encode(
         self, captions: Sequence[str], pictures: Mapping[str, Tensor] | None = None
@@ -62,25 +63,28 @@ class TextEncoder(Protocol):
         """
 
     def outline(self, pictures: Sequence[tuple[int, int]] = ()) -> dict[str, Tensor]:
-        """Outline `encode` on the meta device, for one caption with pictures (height, width)."""
+        """Outline what `encode` returns for one caption with pictures of sizes (height, width).
+
+        It has shapes on the meta device, and no values.
+        """
 
     def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
-        """Run the encoders for a caption of the greatest length, on fake tensors."""
+        """Run the text encoders for a caption of the greatest length, on fake tensors."""
 
     def unknown_words(self, caption: str) -> list[str]:
         """List the words of a caption that have no token; empty if tokens are pieces of words."""
 
     def modules(self) -> list[nn.Module]:
-        """Return the frozen modules, whose weights take memory; empty if the model embeds ids."""
+        """Return the frozen modules of the text encoders; empty if the transformer embeds ids."""
 
     def pipeline_parts(self) -> dict[str, Any]:
         """Return encoders, tokenizers and processors by their folders in a diffusers pipeline."""
 
     def to(self, device: torch.device) -> None:
-        """Move the encoders to a device."""
+        """Move the text encoders to a device."""
 
     def save(self, folder: Path) -> None:
-        """Write the parts that `build_text` cannot rebuild from the recipe alone."""
+        """Save encoders and tokenizers that are not pretrained to a folder."""
 
 
 class WordIds:
@@ -135,7 +139,7 @@ class WordIds:
 
 
 class TextFamily(Protocol):
-    """The part of a `longtake.models.base.Family` that encodes text."""
+    """Interface of the part of a `longtake.models.base.Family` that encodes text."""
 
     @property
     def frozen(self) -> pretrained.FrozenParts: ...
@@ -224,7 +228,7 @@ class TransformersText:
 
     @cached_property
     def pipeline(self) -> Any:
-        """Pipeline of diffusers with the encoders and without a transformer."""
+        """The family's diffusers pipeline with the text encoders and without a transformer."""
         import diffusers
         import transformers
 
@@ -261,7 +265,7 @@ class TransformersText:
         return encoded
 
     def _by_length(self, captions: Sequence[str]) -> dict[int, list[int]]:
-        """Group the row numbers of captions by the number of tokens to compute for them."""
+        """Group captions (by row number) that are encoded with the same number of tokens."""
         rows_by_length = dict[int, list[int]]()
         # As Wan's pipeline cleans them, so that the counts are those of the tokens that it makes.
         cleaned = [clean(caption) for caption in captions]
@@ -436,7 +440,7 @@ def _load_encoder(
 
 
 def _processors(section: TextSection, family: TextFamily) -> dict[str, Any]:
-    """Load the processor of pictures, by its folder; empty if the family has none."""
+    """Load the processor of pictures encoded with captions, by its folder; {} without one."""
     part, where = family.frozen.processor, section.pretrained
     if part is None or where is None:
         return {}
@@ -449,7 +453,7 @@ def _encoder_class(part: pretrained.PipelinePart) -> Any:
 
 
 def _random(spec: _EncoderSpec, vocabulary_size: int) -> nn.Module:
-    """Build an encoder with random weights over a vocabulary of the given size."""
+    """Build a text encoder with random weights over a vocabulary of the given size."""
     key, special = f"{spec.key}.config", spec.special
     fitted = {
         "vocab_size": vocabulary_size,

@@ -10,26 +10,27 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 DECODER: Mapping[str, Any] = {"output_hidden_states": True, "use_cache": False}
-"""Arguments for a call of a decoder whose hidden layers are the text's embeddings."""
+"""Arguments for a call of a decoder whose hidden layers serve as the text's embeddings."""
 
 
 @dataclass(frozen=True)
 class TextContract:
-    """Encoding of captions to `prompt_embeds` by the methods of the family's own pipeline.
+    """How a family encodes captions to `prompt_embeds`: by the methods of its own pipeline.
 
     A family whose pipeline encodes in another way overrides methods in a subclass.
     """
 
     by_length: bool = False
-    """True if `encode` gives the same with less padding, followed by zeros [B, T, D]."""
+    """True if `encode` gives the same values with less padding, followed by zeros [B, T, D]."""
     has_lengths: bool = False
-    """True if captions keep their own lengths, as `pad_texts` returns them."""
+    """True if embedded captions keep their own lengths, as `pad_texts` returns them."""
     pictures: tuple[str, ...] = ()
-    """Inputs in `data.conditioning` that the encoder reads with the caption, in this order."""
+    """Names of pictures in `data.conditioning` that the text encoder reads with the caption, in
+    this order."""
     template_tokens: int = 0
-    """Number of tokens that the pipeline puts around a caption."""
+    """Number of tokens that the pipeline's template adds around a caption."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of an encoder's call in the pipeline, apart from ids and mask."""
+    """Arguments with which the pipeline calls a text encoder, apart from ids and mask."""
 
     def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return encoders, tokenizers and processors as the pipeline's constructor takes them."""
@@ -52,7 +53,7 @@ class TextContract:
         return {"prompt_embeds": embeds}
 
     def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> dict[str, Tensor]:
-        """Outline what `encode` returns for one caption, on the meta device.
+        """Outline what `encode` returns for one caption: shapes on the meta device, no values.
 
         Args:
             encoders: encoders by their folders, the captions' first; on the meta device.
@@ -65,7 +66,7 @@ class TextContract:
         return outlined
 
     def run(self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
-        """Run the encoders on fake tensors as `encode` does for the longest caption.
+        """Run the text encoders on fake tensors, as `encode` does for the longest caption.
 
         Args:
             encoders: encoders by their folders in the pipeline.
@@ -92,7 +93,7 @@ class TextContract:
         return 0
 
     def seen_pictures(self, inputs: Mapping[str, T]) -> dict[str, T]:
-        """Select the inputs that the encoder sees with the caption, in its order."""
+        """Select the pictures that the text encoder reads with the caption, in its order."""
         return {name: inputs[name] for name in self.pictures if name in inputs}
 
 

@@ -1,7 +1,7 @@
-"""The trained part of a model: all of it, low-rank updates (LoRA), or modules of the user's own.
+"""The trained part of a model: all weights, low-rank updates (LoRA), or user-defined modules.
 
-LoRA is peft's, and so are its names, which diffusers reads. A layer W becomes W + (alpha / rank)
-B A, where A is random and B zero: training starts from the very model that was loaded.
+LoRA is peft's, and so are its names, which diffusers reads. A layer W becomes W + (alpha / rank) B
+A, where A is random and B zero: training starts from the very model that was loaded.
 """
 
 import copy
@@ -22,7 +22,7 @@ from longtake.models import added_module, deferred_init, numerics
 from longtake.models.base import Family
 
 ADAPTER = "default"
-"""Name of the one adapter in peft's layers."""
+"""Name of the only adapter in peft's LoRA layers."""
 
 
 def make_trainable(
@@ -32,9 +32,10 @@ def make_trainable(
     latent_channels: int,
     deferred: Sequence[deferred_init.DeferredParameter] = (),
 ) -> None:
-    """Freeze a model and add what trains to it as the recipe says, on any device or meta.
+    """Freeze a model, and add the LoRA or modules that the recipe trains.
 
-    New weights depend on torch's last seed alone, not on how many numbers were drawn since.
+    The model may be on any device. New weights depend on torch's last seed alone, not on how many
+    numbers were drawn since.
     """
     base, dtype = section.base(), numerics.DTYPES.get(section.dtype) or numerics.main_dtype(model)
     blocks = {
@@ -76,7 +77,7 @@ def make_trainable(
 
 
 def trained_state(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict that a checkpoint must hold: without frozen weights.
+    """Return the state dict of the trained weights, which a checkpoint must hold.
 
     Frozen weights of added modules are included, because nothing else can make them again. The
     tensors share the model's memory.
@@ -96,7 +97,7 @@ def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """Copy a model as its family builds it: LoRA merged into the weights, no added modules.
+    """Copy a trained model to its original form: LoRA merged into weights, no added modules.
 
     The copy shares the memory of what is not merged; the model itself is unchanged.
     """
@@ -111,7 +112,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 def add_lora(
     model: nn.Module, targets: Sequence[str], section: TrainableSection, dtype: torch.dtype
 ) -> None:
-    """Add LoRA, DoRA or LoKr in `dtype` to linear layers, which alone require gradients then.
+    """Add LoRA, DoRA or LoKr to linear layers; only it requires gradients then.
 
     If `dtype` is not a layer's, its input is converted, and a copy is kept for the backward pass.
     """
@@ -142,7 +143,7 @@ def add_lora(
 
 
 def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
-    """Compute peft's LoKr without its dropout, which reads random values even if it is off."""
+    """Compute a layer with peft's LoKr, without its dropout: that draws numbers even if off."""
     plain: Tensor = layer.base_layer(inputs)
     update = layer.get_delta_weight(ADAPTER)
     given = inputs.to(update.dtype) if layer.cast_input_dtype_enabled else inputs
@@ -150,12 +151,12 @@ def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
 
 
 def is_full_lokr(layer: Any) -> bool:
-    """Return True if a layer's LoKr is the product of two full matrices."""
+    """Return True if a layer's LoKr update is the product of two full matrices."""
     return ADAPTER in layer.lokr_w1 and ADAPTER in layer.lokr_w2
 
 
 def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
-    """Return the names of the linear layers that targets match, in the model's order."""
+    """Return the names of the linear layers that the recipe's LoRA targets match, in order."""
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     matches = {target: {name for name in names if _matches(name, target)} for target in targets}
     for target, matched in matches.items():
@@ -185,7 +186,10 @@ def lora_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def adapter_config(model: Any, base: str | None) -> Any:
-    """Return peft's configuration of `lora_state`, with scale 1 and `base` as the base model."""
+    """Return peft's configuration for the adapter in `lora_state`, with a scale of 1.
+
+    `base` is the name of the base model.
+    """
     config = copy.deepcopy(model.peft_config[ADAPTER])
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
     # peft saves adapters this way, so that a reader that loads one gets it frozen.
@@ -224,7 +228,7 @@ def _lora_update(layer: Any) -> Tensor:
 
 @torch.no_grad()
 def dora_norm_ratio(layer: Any) -> Tensor:
-    """Return |W| / |W + BA| by rows, [out] fp32.
+    """Return |W| / |W + BA| by rows, [out] fp32, to convert DoRA magnitudes for ComfyUI.
 
     DoRA divides W + BA by |W + BA|, in peft and so in training; ComfyUI divides it by |W|
     (`weight_decompose` in comfy/weight_adapter/base.py). Magnitudes times this ratio make both the
@@ -237,7 +241,7 @@ def dora_norm_ratio(layer: Any) -> Tensor:
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the layers with LoRA, DoRA or LoKr, with their names."""
+    """Yield the name and module of each layer with LoRA, DoRA or LoKr."""
     if not hasattr(model, "peft_config"):
         return
     from peft.tuners.lokr import LoKrLayer
@@ -268,7 +272,8 @@ _OTHER_NAMES = {
     **dict.fromkeys(("fc1", "w1", "up_proj"), ("net.0.proj",)),
     **dict.fromkeys(("fc2", "w2", "down_proj"), ("net.2",)),
 }
-"""Names of linear layers in other trainers and models, with their names in diffusers' models."""
+"""Names of linear layers in other trainers and models, with the names that diffusers' models
+have."""
 
 
 def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> str:

@@ -239,7 +239,7 @@ class TubeletTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a two-layer network, both modulated and gated by a condition [B, D].
+    """Block of tubelet: attention and a two-layer network, modulated and gated by [B, D].
 
     After Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with the gates
     started open and the activation squared (So et al., "Primer", 2021).
@@ -298,7 +298,7 @@ class Attention(nn.Module):
 
 
 class Condition(nn.Module):
-    """Embedding of the noise level and of the caption's words into vectors [B, D]."""
+    """Embeds the noise level and the caption's words into vectors [B, D] for the blocks."""
 
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
@@ -334,7 +334,7 @@ def _zeroed(linear: nn.Linear) -> nn.Linear:
 def _grid_of(
     clip_shape: tuple[int, int, int, int], patch_size: tuple[int, int, int]
 ) -> tuple[int, int, int]:
-    """Return the numbers of tubes along frames, height and width."""
+    """Return the numbers of tubes of a clip along its frames, height and width."""
     _, num_frames, height, width = clip_shape
     extents = (num_frames, height, width)
     for name, extent, patch in zip(("frames", "height", "width"), extents, patch_size, strict=True):
@@ -348,7 +348,7 @@ def _grid_of(
 
 
 def _sine_positions(grid: tuple[int, int, int], hidden_size: int) -> Tensor:
-    """Return sine positions [N, D], a third of the width for each of frame, row and column."""
+    """Return sine position embeddings [N, D], a third of D for each of frame, row and column."""
     sixth = hidden_size // 6
     frequencies = 32.0 ** -(torch.arange(sixth) / sixth)
     axes = torch.meshgrid(*[torch.arange(extent).float() for extent in grid], indexing="ij")

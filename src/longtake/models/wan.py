@@ -29,7 +29,7 @@ _MASK_CHANNELS = 4  # frames of pixels that one of latents stands for
 
 @dataclass(frozen=True)
 class WanInputs(base.InputContract):
-    """Input contract of Wan: a first frame or several, and a last one."""
+    """Input contract of Wan: one or several first frames of the video, and a last one."""
 
     def further_channels(self, section: ModelSection) -> int:
         config = releases.read_release(section).config
@@ -48,7 +48,8 @@ class WanInputs(base.InputContract):
     ) -> base.Conditioning:
         """Encode given frames to `first_latents` and, for releases with CLIP, `first_embeds`.
 
-        `first_latents` is [B, 20, F, h, w] with the mask, of TI2V-5B [B, C, F', h, w].
+        Given are first frames, and perhaps a last one. `first_latents` is [B, 20, F, h, w] with the
+        mask, of TI2V-5B [B, C, F', h, w].
         """
         # The given frames of TI2V-5B, whose autoencoder is residual, replace noisy ones.
         is_residual = any(getattr(each.config, "is_residual", False) for each in codec.modules())
@@ -83,7 +84,10 @@ class WanInputs(base.InputContract):
         return encoded | {"first_embeds": torch.cat(embeds, dim=1).to(latents.device)}
 
     def given_frames(self, latents: Tensor, conditioning: base.Conditioning) -> Tensor | None:
-        """Return TI2V-5B's given frames; other kinds' `first_latents` have mask channels, too."""
+        """Return the latents of TI2V-5B's given first frames, which replace noisy ones.
+
+        None for other kinds, whose `first_latents` have mask channels, too.
+        """
         first = conditioning.get("first_latents")
         return first if first is not None and first.shape[1] == latents.shape[1] else None
 
@@ -97,7 +101,7 @@ class WanBlocks(DiffusersBlocks):
 
 
 def _share_tokens(model: Any, sharing: TokenSharing) -> None:
-    """Share the video's tokens between the ranks; every rank attends to the whole text."""
+    """Split a video's tokens between ranks, each of which attends to the whole text."""
 
     def cut_timesteps(
         _model: nn.Module, args: Any, inputs: dict[str, Any]

@@ -110,7 +110,7 @@ class ZImage(diffusers_family.DiffusersFamily):
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
-        """Prepare a call with lists of images and captions: each caption has its own length."""
+        """Prepare a call of Z-Image with lists of images and captions, each of its own length."""
         prompt = conditioning["prompt_embeds"].to(noisy_latents.dtype)
         lengths = conditioning["prompt_length"]
         # Lengths have no values in a plan (meta or fake tensors): each caption then has full
