@@ -11,7 +11,7 @@ from torch import Tensor
 # arguments: half-precision latents with fp32 sigmas give fp32.
 
 SIGMA_FLOOR = 0.05
-"""Least divisor when predicted latents are converted to a velocity (JiT, arXiv:2511.13720)."""
+"""Least divisor in converting predicted latents to a velocity (JiT, arXiv:2511.13720)."""
 
 
 def interpolate(latents: Tensor, noise: Tensor, sigmas: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def velocity(latents: Tensor, noise: Tensor) -> Tensor:
 def velocity_from_latents(
     noisy_latents: Tensor, predicted_latents: Tensor, sigmas: Tensor, floor: float = SIGMA_FLOOR
 ) -> Tensor:
-    """Return the velocity (noisy - predicted) / sigma, [B, ...], that predicted latents imply.
+    """Convert predicted latents to the velocity (noisy - predicted) / sigma, [B, ...].
 
     The divisor is at least `floor`: near sigma = 0 the quotient would magnify the prediction's
     error without bound.

@@ -7,16 +7,16 @@ from typing import Literal, NamedTuple
 ShiftName = Literal["flux", "opensora"]
 
 FLUX2_MAX_TOKENS = 4096
-"""Tokens of 1024 x 1024 pixels: `max_image_seq_len` in FLUX.2's scheduler_config.json."""
+"""Number of tokens of 1024 x 1024 pixels: `max_image_seq_len` in FLUX.2's scheduler_config.json."""
 
 
 class ClipSize(NamedTuple):
-    """Sizes of a clip on which a shift can depend."""
+    """Sizes of a clip (tokens, pixels, frames) on which the shift of sigmas can depend."""
 
     num_tokens: int
-    """Tokens of the noisy latents in the transformer: latent pixels after patching."""
+    """Number of tokens of the noisy latents in the transformer: latent pixels after patching."""
     height: int
-    """Height in pixels."""
+    """Height of the clip in pixels."""
     width: int
     num_latent_frames: int
 
@@ -40,17 +40,16 @@ class MuLine:
 
 @dataclass(frozen=True)
 class ShiftRule:
-    """A shift of sigmas, and the sigma at which sampling ends."""
+    """A rule that shifts sigmas toward noise, and the sigma at which sampling ends."""
 
     by: float | MuLine | Literal["flux2", "opensora"]
-    """The kind of shift: a factor; exp(mu) by a line or by `flux2_mu`; or Open-Sora's, by pixels
-    and frames.
-    """
+    """Way of shifting: by a factor; by exp(mu), from a line or `flux2_mu`; or as Open-Sora, by
+    pixels and frames."""
     terminal: float = 0.0
     """Last sigma above 0 in sampling, to which `build_sigmas` stretches; 0: no stretching."""
 
     def factor(self, size: ClipSize, num_steps: int) -> float:
-        """Return the factor for clips of one size; only `flux2` depends on the sampling steps."""
+        """Return the factor of the shift for clips of one size; `flux2` depends on the steps."""
         if isinstance(self.by, MuLine):
             return math.exp(self.by.mu(size.num_tokens))
         if self.by == "flux2":
@@ -60,7 +59,7 @@ class ShiftRule:
         return float(self.by)
 
     def within_range(self, size: ClipSize) -> ClipSize:
-        """Limit a size to the tokens that the rule was made for.
+        """Limit a clip's size to the tokens that the rule was made for.
 
         Training takes the factor of this size. Beyond it the rule only says how to sample: trained
         by it, a model would see hardly anything but noise.
@@ -83,7 +82,7 @@ class ShiftRule:
 
 
 def named_rule(shift: float | ShiftName) -> ShiftRule:
-    """Return the rule that a recipe's number or name stands for."""
+    """Return the shift rule that a recipe's number or name stands for."""
     return ShiftRule(MuLine() if shift == "flux" else shift)
 
 
@@ -101,7 +100,7 @@ def flux2_mu(num_tokens: int, num_steps: int) -> float:
 
 
 def opensora_shift(height: int, width: int, num_latent_frames: int) -> float:
-    """Return Open-Sora's factor, by pixels over 512 x 512 and by latent frames.
+    """Return Open-Sora's shift factor, by pixels over 512 x 512 and by latent frames.
 
     Source: `timestep_transform` in Open-Sora 1.2's rectified flow.
     """

@@ -11,7 +11,7 @@ from longtake.errors import RecipeError
 from longtake.flow.timesteps import build_sigmas
 
 Velocity = Callable[[Tensor, float], Tensor]
-"""Function from noisy latents [B, ...] and their common sigma to the velocity [B, ...]."""
+"""A function from noisy latents [B, ...] and their common sigma to the velocity [B, ...]."""
 
 SolverName = Literal["euler", "heun", "unipc"]
 
@@ -48,7 +48,7 @@ def solve(
     *,
     terminal: float = 0.0,
 ) -> Tensor:
-    """Return the latents after `num_steps` steps from noise by any solver; see `integrate`.
+    """Solve from noise to latents in `num_steps` steps by any solver; see `integrate`.
 
     Euler and Heun visit `build_sigmas`, UniPC the sigmas of diffusers' scheduler.
     """
@@ -93,7 +93,7 @@ def unipc(
 
 
 def num_evaluations(solver: SolverName, num_steps: int) -> int:
-    """Count the velocities that `solve` evaluates in a number of steps."""
+    """Count the velocities that `solve` evaluates in this number of steps."""
     return 2 * num_steps - 1 if solver == "heun" else num_steps
 
 
@@ -104,7 +104,7 @@ def integrate(
     solver: SolverName = "euler",
     on_step: Callable[[int], None] | None = None,
 ) -> Tensor:
-    """Return the latents at the last sigma, in fp32 or the noise's dtype if that is wider.
+    """Integrate the velocity over sigmas; return latents in fp32, or the noise's wider dtype.
 
     Args:
         velocity: the model, with guidance if any; it gets latents of the returned dtype.

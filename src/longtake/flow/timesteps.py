@@ -24,7 +24,7 @@ _BISECTIONS = 53  # as many bits as a float64 has
 _MIN_SHARE = 1e-6
 MODE_SCALE_MIN = -1.0
 MODE_SCALE_MAX = 2 / (math.pi - 2)
-"""Upper bound of the `scale` of `mode`; outside the bounds `mode` is not monotone."""
+"""Largest `scale` of the distribution `mode`; beyond it `mode` is not monotone."""
 
 
 def sample_sigmas(

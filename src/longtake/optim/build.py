@@ -1,4 +1,4 @@
-"""The choice of an optimizer for each trained parameter."""
+"""Builds the optimizers that a recipe names, and assigns each trained parameter to one."""
 
 import importlib.util
 import logging
@@ -24,7 +24,7 @@ from longtake.optim.own import own_optimizer, refuse_own_optimizer
 from longtake.optim.prodigy import Prodigy
 
 EIGHT_BIT_BLOCK = 256
-"""Number of elements of an 8-bit state that share a scale."""
+"""Number of elements of an 8-bit optimizer state that share a scale."""
 _MIN_EIGHT_BIT_NUMBERS = 4096  # torchao keeps smaller states in fp32 as well
 _COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 
@@ -88,7 +88,7 @@ class ParametersByOptimizer(NamedTuple):
 def choose_optimizers(
     model: nn.Module, blocks: Sequence[nn.Module], section: OptimizerSection
 ) -> ParametersByOptimizer:
-    """Assign each trained parameter to an optimizer; they may be on the meta device."""
+    """Assign each trained parameter to an optimizer; parameters may be on the meta device."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     in_blocks = {id(parameter) for block in blocks for parameter in block.parameters()}
     chosen = ParametersByOptimizer([], [], [], [], [])
@@ -139,7 +139,7 @@ def has_cpp_compiler() -> bool:
 
 
 def has_eight_bit_state(parameter: Tensor) -> bool:
-    """Return True if a parameter's states can be kept in 8 bits, on every rank."""
+    """Return True if a parameter's optimizer states can be kept in 8 bits, on every rank."""
     sizes = [parameter.numel()]
     if isinstance(parameter, DTensor):
         # FSDP2 cuts the rows into equal parts, the last of which may be smaller.
@@ -180,7 +180,7 @@ def _seeded_class() -> Callable[..., Optimizer]:
     from torchao.optim import AdamW8bit
 
     class SeededAdamW8bit(AdamW8bit):  # type: ignore[misc]
-        """AdamW8bit whose rounding in a step is the same for an interrupted and a whole run."""
+        """torchao's AdamW8bit, but with rounding that is the same after an interruption."""
 
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:

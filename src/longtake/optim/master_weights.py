@@ -18,15 +18,15 @@ from longtake.parallel.fsdp import local_shard
 from longtake.parallel.transfer import host_like
 
 MAX_BATCH_ELEMENTS = 2**26
-"""The most elements of weights that are updated together; fp32 gradients take 256 MiB."""
+"""Most elements of weights that are updated together; their fp32 gradients take 256 MiB."""
 
 
 class Fp32Optimizer(torch.optim.Optimizer):
-    """An optimizer whose state is fp32, on the device that `device_of` names."""
+    """Base class of optimizers whose states are fp32, on the device that `device_of` names."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient."""
+        """Update the parameters that have a gradient, by the subclass's `update`."""
         assert closure is None, "closures are not supported"
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -36,7 +36,7 @@ class Fp32Optimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state in fp32; torch would round it to the weights' dtype."""
+        """Load an optimizer's state in fp32; torch would round it to the weights' dtype."""
         # torch loads the groups without states; the states follow in fp32.
         super().load_state_dict({**state_dict, "state": {}})
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
@@ -52,7 +52,10 @@ class Fp32Optimizer(torch.optim.Optimizer):
         return parameter.device
 
     def add_master(self, parameter: Tensor) -> Tensor:
-        """Return the tensor to update for a parameter: itself, or a new fp32 copy in its state."""
+        """Return the tensor that an update changes for a parameter.
+
+        It is the parameter itself, or a new fp32 copy (its master) in the optimizer's state.
+        """
         device = self.device_of(parameter)
         if parameter.dtype == torch.float32 and parameter.device == device:
             return parameter
@@ -163,7 +166,7 @@ def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _with_gradients(batches: Sequence[Sequence[Tensor]], comes_from_gpu: bool) -> Iterator[_Batch]:
-    """Yield each batch with its gradients, while those of the next batch are being copied."""
+    """Yield each batch of weights with its gradients, while the next batch's are being copied."""
     in_flight: deque[tuple[_Batch, torch.cuda.Event | None]] = deque()
     for number, parameters in enumerate(batches, start=1):
         gradients = [
@@ -184,7 +187,10 @@ def _with_gradients(batches: Sequence[Sequence[Tensor]], comes_from_gpu: bool) -
 
 
 def _round_into(weight: Tensor, master: Tensor, gradient: Tensor) -> None:
-    """Round a master into its weight; to a GPU through the gradient's page-locked memory."""
+    """Round a parameter's fp32 master into its weight.
+
+    To a GPU it goes through the gradient's page-locked memory.
+    """
     if master.device != weight.device:
         # The gradient has been used: its memory has room for the rounded weight.
         pinned = gradient.view(-1).view(weight.dtype)[: weight.numel()].view(weight.shape)

@@ -17,7 +17,8 @@ from longtake.parallel.fsdp import local_shard
 # in about [0.7, 1.2], which serves as well as exactly 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _MAX_BATCH_ELEMENTS = 2**27
-"""The most elements in a batch of gathered matrices: half a GiB in fp32, on top of the shards."""
+"""Most elements in a batch of matrices gathered by Muon: half a GiB in fp32, on top of the
+shards."""
 
 
 class Muon(Fp32Optimizer):
@@ -68,7 +69,7 @@ class Muon(Fp32Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group; ValueError for parameters that are not matrices."""
+        """Add a group of parameters to Muon; ValueError for parameters that are not matrices."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if parameter.ndim != 2:
@@ -86,7 +87,7 @@ class Muon(Fp32Optimizer):
             num_matrices += len(batch)
 
     def _step_batch(self, parameters: list[Tensor], group: dict[str, Any], first: int) -> None:
-        """Update weights of equal shape; `first` is the number of matrices in earlier batches."""
+        """Update weights of equal shape by Muon; `first` counts the matrices of earlier batches."""
         directions = [self._direction(parameter, group) for parameter in parameters]
         rows, columns = parameters[0].shape
         scale = max(1.0, rows / columns) ** 0.5
@@ -111,7 +112,7 @@ class Muon(Fp32Optimizer):
                 parameter.copy_(weight)
 
     def _direction(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the momentum after this step's gradient, in the parameter's layout."""
+        """Return a weight's momentum after this step's gradient, in the weight's layout."""
         assert parameter.grad is not None
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -150,7 +151,7 @@ def orthogonalise(matrices: Tensor, num_iterations: int = 5) -> Tensor:
 
 
 def in_batches(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Split parameters into batches of equal shape and bounded size, ordered alike on all ranks."""
+    """Split parameters into batches of equal shape and bounded size, in one order on all ranks."""
     groups: defaultdict[tuple[torch.Size, torch.device], list[Tensor]] = defaultdict(list)
     for parameter in parameters:
         groups[parameter.shape, parameter.device].append(parameter)
@@ -167,7 +168,10 @@ def _num_shards(parameter: Tensor) -> int:
 
 
 def _counts(num_matrices: int, num_ranks: int, first: int) -> list[int]:
-    """Count the matrices of each rank, which differ by one; `first` shifts the ranks with more."""
+    """Return how many matrices each rank orthogonalises; the numbers differ by at most one.
+
+    `first` shifts the ranks that have one more.
+    """
     counts = [num_matrices // num_ranks] * num_ranks
     for number in range(first, first + num_matrices % num_ranks):
         counts[number % num_ranks] += 1
@@ -177,7 +181,7 @@ def _counts(num_matrices: int, num_ranks: int, first: int) -> list[int]:
 def _orthogonalise_among(
     replicas: dist.ProcessGroup, matrices: Tensor, num_iterations: int, first: int
 ) -> list[Tensor]:
-    """Orthogonalise matrices, some on each rank, and gather all of them on every rank."""
+    """Orthogonalise a batch of matrices, some on each rank, and gather all on every rank."""
     counts = _counts(len(matrices), replicas.size(), first)
     begin, count = sum(counts[: replicas.rank()]), counts[replicas.rank()]
     # All ranks send equally many; the zeros behind a rank's own matrices are cut off below.
@@ -194,7 +198,10 @@ def _orthogonalise_among(
 
 @dataclass(frozen=True)
 class _Share:
-    """Split of matrices, sharded by rows over a group, into those that each rank gets whole."""
+    """Split of a batch of matrices into those that each rank gathers whole.
+
+    The matrices are sharded by rows over a process group.
+    """
 
     group: dist.ProcessGroup
     rank: int  # within `group`
@@ -214,7 +221,10 @@ class _Share:
         return cls(mesh.get_group(dim), mesh.get_local_rank(dim), columns, rows, counts)
 
     def gather(self, shards: Tensor) -> Tensor:
-        """Gather matrices: [num_matrices, own rows, columns] to [own count, rows, columns]."""
+        """Exchange shards of matrices [num_matrices, own rows, columns] for whole ones.
+
+        These are [own count, rows, columns].
+        """
         parts = self._exchange(shards.flatten(), self._of_shards(), self._of_whole())
         mine = self.counts[self.rank]
         views = [
@@ -223,17 +233,17 @@ class _Share:
         return torch.cat(views, dim=1)
 
     def scatter(self, whole: Tensor) -> Tensor:
-        """Return each rank its rows of whole matrices; the reverse of `gather`."""
+        """Send every rank its rows of this rank's whole matrices; the reverse of `gather`."""
         flat = torch.cat([part.flatten() for part in torch.split(whole, self.rows, dim=1)])
         parts = self._exchange(flat, self._of_whole(), self._of_shards())
         return torch.cat(parts).view(sum(self.counts), self.rows[self.rank], self.columns)
 
     def _of_shards(self) -> list[int]:
-        """Return the elements of this rank's rows in the matrices of each rank."""
+        """Return the elements that this rank's rows have in the matrices of each rank."""
         return [count * self.rows[self.rank] * self.columns for count in self.counts]
 
     def _of_whole(self) -> list[int]:
-        """Return the elements of each rank's rows in the matrices of this rank."""
+        """Return the elements that each rank's rows have in the matrices of this rank."""
         return [self.counts[self.rank] * rows * self.columns for rows in self.rows]
 
     def _exchange(self, sent: Tensor, to: list[int], expected: list[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""An optimizer class of the user's own: built by the recipe's keys, and tried before training."""
+"""A user's own optimizer class: built by the recipe's keys, and tried before training."""
 
 import inspect
 import io
@@ -64,7 +64,10 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
 
 
 def _is_loaded_again(value: Any) -> bool:
-    """Return True if a checkpoint, whose reader runs no code, can hold a value."""
+    """Return True if a checkpoint can hold a setting of an optimizer.
+
+    A checkpoint's reader runs no code.
+    """
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -158,7 +161,7 @@ def _step(optimizer: Optimizer, weights: Sequence[nn.Parameter]) -> None:
 def _describe_states(
     key: str, optimizer: Optimizer, weights: Sequence[nn.Parameter]
 ) -> dict[str, str]:
-    """Describe each state by its place; RecipeError for one that checkpoints cannot hold."""
+    """Describe an optimizer's states by their places; RecipeError if one cannot be saved."""
     places = {id(weight): f"of weight {number}" for number, weight in enumerate(weights)}
     states = dict[str, str]()
     for owner, state in optimizer.state.items():

@@ -43,7 +43,7 @@ class Prodigy(Fp32Optimizer):
         )
 
     def update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
-        """Estimate the distance from all gradients, then update all weights."""
+        """Estimate the distance to the solution from all gradients, then update all weights."""
         if not parameters:
             return
         (beta1, beta2), distance, done = group["betas"], group["distance"], group["num_steps"] + 1
@@ -69,7 +69,7 @@ class Prodigy(Fp32Optimizer):
             self._move(parameter, group, rate)
 
     def _accumulate(self, parameter: Tensor, beta1: float, beta2: float, distance: float) -> Tensor:
-        """Update a parameter's averages and return its terms of the estimate.
+        """Update a parameter's averages; return its terms of the estimate of the distance.
 
         Returns:
             [2] fp64, for this rank's shard: the product of the gradient with the initial minus the

@@ -17,14 +17,14 @@ from longtake.models.trainable import trained_state
 from longtake.parallel.fsdp import local_shard
 
 Masters = Mapping[Tensor, Tensor]
-"""fp32 tensors that optimizers update in place of parameters, by parameter."""
+"""fp32 master weights that optimizers update in place of rounded parameters, by parameter."""
 
 
 # --- Learning rates ---------------------------------------------------------------------------
 
 
 def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
-    """Scale every optimizer's own learning rate by the schedule's factor."""
+    """Set each optimizer's learning rate to its own base rate times the schedule's factor."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             rate = group["base_lr"] * factor
@@ -35,12 +35,12 @@ def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
 
 
 def rate_factor(group: Mapping[str, Any]) -> float:
-    """Return a group's present learning rate as a multiple of its base rate."""
+    """Return a parameter group's present learning rate as a multiple of its base rate."""
     return float(group["lr"]) / (group["base_lr"] or 1.0)
 
 
 def adapted_rate(group: Mapping[str, Any]) -> float:
-    """Return the factor by which an optimizer that finds its own rate multiplies the given one.
+    """Return the factor that an optimizer which finds its own learning rate has found; else 1.
 
     Our Prodigy reports it as `distance`, prodigyopt's and D-Adaptation's classes as `d`.
     """
@@ -49,7 +49,7 @@ def adapted_rate(group: Mapping[str, Any]) -> float:
 
 
 def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
-    """Return the learning rate of an update as a share of its full value, in [0, 1]."""
+    """Return the schedule's learning rate at a step as a share of its full value, in [0, 1]."""
     if step < section.warmup_steps:
         # The first update already has a rate above 0.
         return (step + 1) / (section.warmup_steps + 1)
@@ -59,10 +59,10 @@ def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
 
 
 def schedule_cycle(step: int, steps: int, section: OptimizerSection) -> tuple[int, float]:
-    """Return the number of times that the rate restarted up to a step, and what is done since then.
+    """Return how often the learning rate has restarted up to a step, and its descent since.
 
-    The second number is a share of the descent: 0 at a full rate, 1 at the run's last step. A
-    constant rate does not descend.
+    The descent is a share: 0 at a full rate, 1 at the run's last step. A constant rate does not
+    descend.
     """
     count = {"constant": 0, "cosine_restarts": section.schedule_cycles}.get(section.schedule, 1)
     done = (step - section.warmup_steps) * count / max(1, steps - 1 - section.warmup_steps)
@@ -71,7 +71,7 @@ def schedule_cycle(step: int, steps: int, section: OptimizerSection) -> tuple[in
 
 
 def learning_rate_factor(recipe: Recipe, step: int, position: StagePosition) -> float:
-    """Return the learning rate of an update as a share of `optimizer.learning_rate`.
+    """Return the learning rate of a step as a share of `optimizer.learning_rate`.
 
     It is the run's schedule, times the stage's learning rate over the optimizer's, times the
     stage's warm-up.
@@ -86,7 +86,7 @@ def learning_rate_factor(recipe: Recipe, step: int, position: StagePosition) -> 
 
 
 class Averages:
-    """Averages of a model's trained parameters, one for each profile; there may be none.
+    """Running averages (EMA) of a model's trained parameters, one per profile; maybe none.
 
     After the n-th step each average moves to beta average + (1 - beta) weights, where beta is
     `beta_of(profile, n)`.
@@ -111,14 +111,14 @@ class Averages:
 
     @torch.no_grad()
     def update(self, step: int, masters: Masters | None = None, decay: float | None = None) -> None:
-        """Move the averages after a step.
+        """Move the averages toward the weights after a step.
 
         Args:
-            step: steps of the run so far, counted from 1. Steps whose update was skipped
-                count as well, so that averages depend on a run's length alone.
+            step: steps of the run so far, counted from 1. Steps whose update was skipped count as
+                well, so that averages depend on a run's length alone.
             masters: exact weights, used in place of rounded ones.
-            decay: of a stage of the curriculum, in place of `ema.decay`. A recipe with profiles,
-                of which those with `sigma_rel` have no decay, refuses stages that set it.
+            decay: of a stage of the curriculum, in place of `ema.decay`. A recipe with profiles, of
+                which those with `sigma_rel` have no decay, refuses stages that set it.
         """
         if not self._averages:
             return
@@ -142,7 +142,7 @@ class Averages:
 
     @contextmanager
     def in_place_of_weights(self, profile: str) -> Iterator[None]:
-        """Put an average into the model within the block; the weights wait in host memory.
+        """Put an average into the model inside the context; the weights wait in host memory.
 
         Afterwards each weight has the same bits as before.
         """
@@ -174,11 +174,11 @@ class Averages:
 
 
 def beta_of(profile: EmaProfile, step: int) -> float:
-    """Return the share of an average that the `step`-th update (counted from 1) keeps.
+    """Return the share of an EMA average that the `step`-th update (counted from 1) keeps.
 
     With a decay it is min(decay, (1 + n) / (10 + n)): the ramp, as in Tensorflow's
-    ExponentialMovingAverage, forgets the random start of a short run. The half-life is
-    ln 0.5 / ln decay updates: 69 at 0.99, 693 at 0.999.
+    ExponentialMovingAverage, forgets the random start of a short run. The half-life is ln 0.5 / ln
+    decay updates: 69 at 0.99, 693 at 0.999.
 
     With a width it is (1 - 1/n)^(gamma + 1): the weights after update i then count in proportion to
     i^gamma, whatever the run's length (Karras et al., "Analyzing and Improving the Training
@@ -194,7 +194,7 @@ def beta_of(profile: EmaProfile, step: int) -> float:
 
 @cache
 def gamma_of(width: float) -> float:
-    """Return the exponent gamma for a width: the average's standard deviation over its span.
+    """Return the exponent gamma for a width of an EMA: its standard deviation over its span.
 
     It solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)), a cubic (Karras et al., as
     above): 16.97 at 0.05, 6.94 at 0.1.
@@ -206,7 +206,7 @@ def gamma_of(width: float) -> float:
 
 
 def masters_of(optimizers: Iterable[Optimizer]) -> dict[Tensor, Tensor]:
-    """Return the fp32 masters of rounded weights.
+    """Return the fp32 master weights that optimizers keep for rounded parameters.
 
     Offloaded masters are left out: they would have to be copied back for each update.
     """

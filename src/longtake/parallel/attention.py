@@ -19,7 +19,7 @@ _BIAS_ALIGNMENT = 8  # torch pads the rows of a bias to it for the memory-effici
 
 
 class ScoreTerms(NamedTuple):
-    """Terms of attention scores in addition to the products of queries and keys."""
+    """What attention scores have besides products of queries and keys: bias, causal mask, scale."""
 
     bias: Tensor | None  # added to them
     is_causal: bool
@@ -27,12 +27,13 @@ class ScoreTerms(NamedTuple):
 
 
 class AttentionKernel(NamedTuple):
-    """One of torch's attention kernels with its derivative."""
+    """One of torch's attention kernels as two functions: its forward pass and its derivative."""
 
     forward: Callable[[Tensor, Tensor, Tensor, ScoreTerms], Sequence[Any]]
-    """Function that returns the output first, then all that the derivative needs."""
+    """Function that computes attention: it returns the output first, then all that the derivative
+    needs."""
     backward: Callable[[Tensor, Sequence[Tensor], Sequence[Any], ScoreTerms], Sequence[Tensor]]
-    """Function from the gradient of the output to those of query, key and value."""
+    """Derivative of attention: from the gradient of the output to those of query, key and value."""
 
 
 def _lengths(inputs: Sequence[Tensor]) -> tuple[int, int]:
@@ -87,7 +88,7 @@ CUDNN = AttentionKernel(
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, how: dict[str, Any]
 ) -> AttentionKernel | None:
-    """Return the attention kernel that torch chooses; None for one without `AttentionKernel`.
+    """Return the kernel with which torch would compute an attention; None for other kernels.
 
     torch chooses none for fake tensors; they get the CPU's (see `longtake.planner.kernels`).
     """
@@ -106,7 +107,7 @@ def choose_kernel(
 
 
 def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
-    """Convert a mask to a bias, added to the scores; on a GPU it is expanded to every head."""
+    """Convert an attention mask to a bias of the scores; on a GPU it is expanded to every head."""
     if mask is None:
         return None
     if mask.dtype == torch.bool:
@@ -121,7 +122,8 @@ def as_bias(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
 
 
 Obtain = Callable[[Callable[[], Sequence[Any]]], Sequence[Any]]
-"""Function that returns a kernel's result: from the function that computes it, or a kept one."""
+"""A function that gives the result of attention: it is passed the function that computes it, and
+calls this or returns a kept result."""
 
 
 class _OfThread(threading.local):
@@ -129,13 +131,13 @@ class _OfThread(threading.local):
 
 
 THIS_THREAD = _OfThread()
-"""Function by which `attend` obtains results in this thread; None: it computes them."""
+"""Function that gives `attend` the results of attention in this thread; None: they are computed."""
 
 
 def attend(
     kernel: AttentionKernel, scores: ScoreTerms, query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
-    """Compute attention [B, H, T, d] by a kernel."""
+    """Compute attention [B, H, T, d] by one of torch's kernels."""
     obtain = THIS_THREAD.obtain if torch.is_grad_enabled() else None
     attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
         kernel, scores, obtain or (lambda compute: compute()), query, key, value
@@ -144,7 +146,7 @@ def attend(
 
 
 class _Attention(torch.autograd.Function):
-    """Attention by a kernel, whose forward result `obtain` computes or takes from kept results."""
+    """Attention by a torch kernel, with autograd; `obtain` may return a kept forward result."""
 
     @staticmethod
     def forward(
@@ -177,13 +179,13 @@ class _Attention(torch.autograd.Function):
 
 
 def as_computed(tensor: Tensor) -> Tensor:
-    """Convert a tensor to the dtype in which autocast would compute attention."""
+    """Convert an input of attention to the dtype in which autocast would compute it."""
     kind = tensor.device.type
     return tensor.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tensor
 
 
 class AttentionMode(TorchFunctionMode):
-    """Context in which `attend` replaces `scaled_dot_product_attention`."""
+    """Context in which the method `attend` computes all `scaled_dot_product_attention` calls."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The choice of torch's attention kernels in training, and of the layout of their gradients.
+"""Rules by which torch chooses attention kernels in training, and the layout of their gradients.
 
 Both hold for every attention of this process: they are rules of torch's dispatcher, not of
-`torch.nn.functional`. Families, modules of the user's own, compiled code, and attention that is
-kept or shared all end in the same operations.
+`torch.nn.functional`. Families, user-defined modules, compiled code, and attention that is kept or
+shared all end in the same operations.
 """
 
 import math
@@ -49,7 +49,7 @@ over that of a tensor without gaps.
 
 
 class AttentionKind(NamedTuple):
-    """The properties of an attention, apart from its sizes, on which torch's code path depends."""
+    """Properties of an attention call, apart from its sizes, that decide torch's code path."""
 
     dtype: str
     widths: tuple[int, int]  # keys, values
@@ -60,14 +60,15 @@ class AttentionKind(NamedTuple):
 
 
 class KernelChoice(NamedTuple):
-    """The kernel that computes a kind of attention on this machine, and the refused kernels."""
+    """The kernel that computes one kind of attention on this machine, and the refused kernels."""
 
     chosen: Kernel
     refused: tuple[Kernel, ...] = ()
 
 
 CHOICES: dict[AttentionKind, KernelChoice] = {}
-"""Choices of kernels, found by `longtake.planner.attention_check` before training."""
+"""Chosen kernel of each kind of attention, found by `longtake.planner.attention_check` before
+training."""
 
 
 def has_cudnn_faults() -> bool:
@@ -76,7 +77,10 @@ def has_cudnn_faults() -> bool:
 
 
 def cudnn_note(capability: tuple[int, int]) -> str:
-    """Return a note about torch for GPUs that prefer cuDNN (Hopper, Blackwell), or ''."""
+    """Return a note that another torch would be faster on GPUs that prefer cuDNN, or "".
+
+    These are Hopper and Blackwell.
+    """
     if capability < (9, 0) or not has_cudnn_faults():
         return ""
     return (
@@ -113,7 +117,7 @@ def _layout(tensor: Tensor) -> Layout:
 def refusals(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> tuple[Kernel, ...]:
-    """Return the kernels that must not compute an attention in training."""
+    """Return the kernels that must not compute this attention in training, as they are wrong."""
     known: tuple[Kernel, ...] = ("cudnn",) if mask is not None and has_cudnn_faults() else ()
     if not CHOICES:
         return known
@@ -123,7 +127,7 @@ def refusals(
 
 @contextmanager
 def without(kernels: Iterable[Kernel]) -> Iterator[None]:
-    """Keep torch from choosing these kernels within the context, in all threads of the process."""
+    """Keep torch from choosing these attention kernels in the context, in all threads."""
     switches = [_SWITCHES[each] for each in kernels]
     changed = [enable for is_on, enable in dict.fromkeys(switches) if is_on()]
     for enable in changed:
@@ -147,9 +151,9 @@ def kernel_of(
 
 @cache
 def guard_attention(device_type: str = "cuda") -> None:
-    """Keep every attention of this process in training from kernels with faults.
+    """Keep attention in training, anywhere in this process, from kernels with faults.
 
-    "cpu" is for trials of what is meant for a GPU.
+    "cpu" is for tests of the rules that are meant for a GPU.
     """
     if device_type == "cuda" and not torch.cuda.is_available():
         return
@@ -168,7 +172,7 @@ _BACKWARDS = {
 
 
 def obey_refusals(dispatch_key: str) -> Any:
-    """Make attention in training use no refused kernel while the returned library lives."""
+    """Make attention in training use no refused kernel, as long as the returned library lives."""
     name = "scaled_dot_product_attention"
     torchs = get_kernel(f"aten::{name}", dispatch_key)
 
@@ -221,7 +225,10 @@ def give_whole_gradients(operation: str, dispatch_key: str) -> Any:
 
 
 def replace_kernel(operation: str, function: Any, dispatch_key: str) -> Any:
-    """Replace a kernel by a function that also gets torch's key set, while the result lives."""
+    """Replace a kernel of torch's dispatcher by a function, as long as the result lives.
+
+    The function also gets torch's dispatch key set.
+    """
     library: Any = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
@@ -230,5 +237,5 @@ def replace_kernel(operation: str, function: Any, dispatch_key: str) -> Any:
 
 
 def fingerprint() -> str:
-    """Return a text that changes whenever compiled code might hold another kernel."""
+    """Return a text that changes whenever compiled code might hold another attention kernel."""
     return repr((has_cudnn_faults(), sorted(CHOICES.items())))

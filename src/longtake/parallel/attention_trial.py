@@ -1,4 +1,4 @@
-"""Trial of kinds of attention, forward and backward, against the formula in fp32. A program.
+"""Program that tries attention kernels, forward and backward, against the formula in fp32.
 
 It reads cases and refused kernels as JSON from stdin, and writes a line before and after each
 attempt: after a crash the last line names what was tried. See `longtake.planner.attention_check`.
@@ -27,7 +27,10 @@ _ROUNDS = 2
 
 
 class AttentionCase(NamedTuple):
-    """An attention of a model, made small; lengths keep their remainder beyond whole tiles."""
+    """An attention call of a model, made small for a trial.
+
+    Lengths keep their remainder beyond whole tiles of the kernels.
+    """
 
     kind: AttentionKind
     num_samples: int
@@ -45,7 +48,7 @@ class Trials(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """A line of the program's output, before or after the attempt at a case by a kernel."""
+    """A line of the trial's output, before or after it computes a case by one kernel."""
 
     case: int
     kernel: Kernel
@@ -55,7 +58,10 @@ class Attempt(NamedTuple):
 def case_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionCase:
-    """Return the case of query, key, value [B, H, T, D]; mask dimensions of stride 0 get size 1."""
+    """Return the small case of an attention call with query, key and value [B, H, T, D].
+
+    Mask dimensions of stride 0 get size 1.
+    """
 
     def length(tokens: int) -> int:
         return tokens if tokens <= _MOST_TOKENS + _TILE else _MOST_TOKENS + tokens % _TILE
@@ -110,7 +116,7 @@ def make_inputs(case: AttentionCase, device: str) -> tuple[list[Tensor], Tensor 
 def _attend(
     case: AttentionCase, inputs: Sequence[Tensor], mask: Tensor | None, gradient: Tensor
 ) -> list[Tensor]:
-    """Return the output and the gradients of query, key and value."""
+    """Compute attention; return the output and the gradients of query, key and value."""
     query, key, value = leaves = [each.detach().requires_grad_() for each in inputs]
     how: Any = {"is_causal": case.kind.is_causal, "enable_gqa": case.kind.shares_keys}
     output = F.scaled_dot_product_attention(query, key, value, mask, **how)
@@ -118,7 +124,7 @@ def _attend(
 
 
 class _Trial:
-    """A case with its inputs and the results of the formula."""
+    """A case to try: its inputs, and the results that the formula in fp32 gives."""
 
     def __init__(self, number: int, case: AttentionCase, device: str) -> None:
         self.number, self.case, self.device = number, case, device
@@ -155,7 +161,7 @@ class _Trial:
 
 
 def run_trials(trials: Trials) -> Iterator[Attempt]:
-    """Try every case with both layouts of gradients, in both orders and twice."""
+    """Try every case with both memory layouts of gradients, in both orders and twice."""
     attention_rules.guard_attention(torch.device(trials.device).type)
     known = [_Trial(number, case, trials.device) for number, case in enumerate(trials.cases)]
     for each, refused in zip(known, trials.refused, strict=True):
@@ -171,7 +177,7 @@ def run_trials(trials: Trials) -> Iterator[Attempt]:
 
 
 def _settle(trial: _Trial, gradient: Tensor) -> Iterator[Attempt]:
-    """Try kernels as torch chooses them until one agrees; the others are refused."""
+    """Try kernels in torch's order until one agrees with the formula; the others are refused."""
     while (kernel := trial.chosen()) != "math":
         yield Attempt(trial.number, kernel, None)
         why = trial.find_fault(gradient)

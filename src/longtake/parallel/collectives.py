@@ -1,4 +1,4 @@
-"""Collectives of numbers and objects; each returns its argument in a world of one rank."""
+"""Collective operations on numbers and objects; with a single rank, each returns its argument."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from longtake.parallel.mesh import World, tells_of_a_lost_peer
 T = TypeVar("T")
 
 _joint_world: World | None = None
-"""World of the `joint_work` context that is active, or None."""
+"""Ranks of the `joint_work` context that is active, or None."""
 
 
 def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, float]:
@@ -26,7 +26,7 @@ def sum_over_ranks(numbers: Mapping[str, float], world: World) -> dict[str, floa
 
 
 def gather_objects(thing: T, world: World, *, patiently: bool = False) -> list[T]:
-    """Gather every rank's object on every rank, by rank; `patiently` with the long timeout."""
+    """Gather every rank's object on every rank, in order; `patiently` with the long timeout."""
     if world.mesh is None:
         return [thing]
     gathered: list[T] = [thing] * world.size

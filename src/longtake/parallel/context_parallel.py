@@ -26,7 +26,7 @@ from longtake.parallel.collectives import gather_in_group, refuse_failed_peers
 # h this rank's, d width of a head.
 
 Ranks = Literal["all", "heads", "ring"]
-"""Ranks that share a clip: all of them, those with its other heads, or those of its ring."""
+"""Which ranks that share a clip exchange tensors: all, those with its other heads, or its ring."""
 
 
 def shares(total: int, size: int) -> list[int]:
@@ -34,22 +34,22 @@ def shares(total: int, size: int) -> list[int]:
 
 
 def heads_size(num_heads: int, size: int, of_node: int) -> int:
-    """Count the ranks, of those that share a clip, that exchange its tokens for heads.
+    """Count the ranks that exchange a clip's tokens for heads, of those that share the clip.
 
     It is the most that divide heads and ranks, and where a clip's ranks are on several nodes, the
     ranks of a node: all-to-all waits for the slowest link, and a ring hides behind the computation.
 
     Args:
         num_heads: number of the model's attention heads.
-        size: ranks that share a clip.
-        of_node: ranks of a node.
+        size: number of ranks that share a clip.
+        of_node: number of ranks of a node.
     """
     most = math.gcd(num_heads, size)
     return math.gcd(most, of_node) if size > of_node else most
 
 
 class TokenSharing:
-    """Division of clips' tokens and of their attention between ranks.
+    """Divides clips' tokens, and their attention, between the ranks of a context-parallel group.
 
     A model calls `begin` once in each forward pass, after the backward pass of the one before:
     recomputed blocks read the numbers again.
@@ -65,17 +65,17 @@ class TokenSharing:
         self._ring = ""  # the name of its process group
 
     def begin(self, *totals: int) -> None:
-        """Set the number of tokens of a forward pass.
+        """Begin a forward pass with these numbers of tokens.
 
         Args:
-            totals: tokens of each row that is cut separately, such as the text's and the
-                image's; all attend to each other.
+            totals: tokens of each row that is cut separately, such as the text's and the image's;
+                all attend to each other.
         """
         self._rows = [shares(total, self.size) for total in totals]
         self._counts = [sum(each) for each in zip(*self._rows, strict=True)]
 
     def total(self, row: int) -> int:
-        """Return the number of tokens of a row on all ranks."""
+        """Return the number of tokens that all ranks together have of a row (text, image ...)."""
         return sum(self._rows[row])
 
     def cut(self, tensor: Tensor, dim: int) -> Tensor:
@@ -83,7 +83,7 @@ class TokenSharing:
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """Gather the last row of tokens, of which each rank has a part along a dimension."""
+        """Gather the last row of tokens, of which each rank has a part, along a dimension."""
         counts, mine = self._rows[-1], part.movedim(dim, 0)
         # An all-gather by all-to-all, so that its derivative sums the gradients of all ranks.
         for_each = mine.expand(self.size, *mine.shape).flatten(0, 1)
@@ -91,7 +91,7 @@ class TokenSharing:
         return whole.movedim(0, dim)
 
     def to_heads(self, tensors: Tensor) -> Tensor:
-        """Exchange tokens for heads: [S, B, h, T, d] from this rank's [S, B, H, t, d].
+        """Exchange tokens for heads: this rank's [S, B, H, t, d] become [S, B, h, T, d].
 
         T are the tokens of all ranks that have other heads, in the order of these ranks.
         """
@@ -106,7 +106,7 @@ class TokenSharing:
         return received.permute(1, 2, 3, 0, 4)  # from [T, S, B, h, d]
 
     def to_tokens(self, tensors: Tensor) -> Tensor:
-        """Exchange heads for tokens: [S, B, H, t, d] from this rank's [S, B, h, T, d]."""
+        """Exchange heads for tokens again: this rank's [S, B, h, T, d] become [S, B, H, t, d]."""
         if self.heads_size == 1:
             return tensors
         to_send, size = tensors.permute(3, 0, 1, 2, 4), self.heads_size
@@ -116,16 +116,16 @@ class TokenSharing:
         return by_rank.permute(2, 3, 0, 4, 1, 5).flatten(2, 3)
 
     def attend_around(self, query: Tensor, key: Tensor, value: Tensor, **how: Any) -> Tensor:
-        """Attend to the tokens of the whole ring, with the results of `to_heads`.
+        """Compute attention to the tokens of all ranks of the ring, with the results of `to_heads`.
 
         Args:
-            query: [B, h, T, d].
+            query: queries [B, h, T, d].
             key: keys [B, h, T, d] of the same tokens.
             value: values [B, h, T, d] of the same tokens.
             how: arguments of `scaled_dot_product_attention`; only `scale` may be set.
 
         Returns:
-            [B, h, T, d].
+            The output of attention, [B, h, T, d].
 
         Raises:
             ModelError: no kernel of torch returns the logsumexp that the ring needs.
@@ -151,19 +151,19 @@ class TokenSharing:
     def _exchange(
         self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
     ) -> Tensor:
-        """Send parts of the first dimension to the ranks, in their order, and return theirs."""
+        """Send parts of a tensor's first dimension to the ranks, in order, and return theirs."""
         raise NotImplementedError
 
     def _begin_exchange(
         self, tensor: Tensor, sent: list[int], received: list[int]
     ) -> Callable[[], Tensor]:
-        """Exchange among the ranks of a ring, without a derivative; see `ring.Exchange`."""
+        """Begin an exchange among the ranks of a ring, without derivative; see `ring.Exchange`."""
         refuse_failed_peers()
         return ring.exchange_in(self._ring)(tensor, sent, received)
 
 
 class TokenExchange(TokenSharing):
-    """Token sharing by the ranks of a launch; all of them must construct it."""
+    """Token sharing that really exchanges tensors between ranks; all must construct it."""
 
     def __init__(self, world: mesh.World, num_heads: int) -> None:
         size, of_node = world.sequence_size, int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
@@ -187,7 +187,7 @@ def compute_once(
     group: dist.ProcessGroup,
     device: torch.device,
 ) -> dict[str, Tensor]:
-    """Compute tensors that all ranks of a group need, each sample's on one rank, and send them.
+    """Compute tensors that all ranks of a group need, each sample's on one rank; exchange them.
 
     All ranks call it.
 
@@ -242,7 +242,7 @@ class SharedAttention(attention.AttentionMode):
         return self._sharing.to_tokens(mixed[None])[0]
 
     def _whole_mask(self, mask: Tensor) -> Tensor:
-        """Gather a mask [B, 1, 1, T] from [B, 1, 1, t]: each rank's heads need all of it."""
+        """Gather a mask of keys [B, 1, 1, T] from [B, 1, 1, t]: each rank's heads need all."""
         size = self._sharing.heads_size
         if size < self._sharing.size:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Comparison of what all ranks of a launch must have in common, before the first step."""
+"""Compares what all ranks of a launch must have in common, such as the recipe and versions."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from longtake.parallel.mesh import World
 
 Group = Literal["recipe", "code", "version", "setting", "weights"]
 Facts = dict[tuple[Group, str], str]
-"""Facts of a rank, such as versions of software, as texts by group and name."""
+"""Recipe values, versions and settings of a rank, as texts by group and name."""
 
 ABSENT = "absent"
 _CODE = "longtake's code"
@@ -40,14 +40,15 @@ _RECIPE_MAY_DIFFER = (
     "data.frame_cache_gib",
     "data.sample_memory_gib",
 )
-"""Recipe keys and sections that may differ between nodes."""
+"""Recipe keys and sections whose values may differ between nodes."""
 _DECIDING_VARIABLES = ("NCCL_ALGO", "NCCL_PROTO", "NVIDIA_TF32_OVERRIDE")
 _VARIABLES = (
     *("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NCCL_NVLS_ENABLE"),
     *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_CBWR", "ATEN_CPU_CAPABILITY"),
 )
 _MAY_DIFFER = frozenset((*_VARIABLES, "python", "GPU", "threads", "vector instructions"))
-"""Names of other facts that may change only bits or the speed."""
+"""Names of software and hardware facts, such as the GPU, that may differ between ranks: they change
+at most the last bits of results, or the speed."""
 
 _REMEDIES: Mapping[Group, str] = {
     "recipe": "Start all nodes with one recipe: copy it, or keep it on a disk that they share.",
@@ -62,7 +63,7 @@ _REMEDIES: Mapping[Group, str] = {
 
 
 def software(recipe: config.Recipe, device: torch.device) -> Facts:
-    """Collect this rank's recipe, code, software versions and settings of arithmetic."""
+    """Collect this rank's recipe, code, software versions and arithmetic settings, to compare."""
     facts: Facts = {("code", _CODE): process.code_digest("")}
     facts |= {("recipe", key): value for key, value in recipe_keys(recipe).items()}
     facts |= {("version", name): value for name, value in _versions(device).items()}
@@ -107,7 +108,7 @@ def _settings(device: torch.device) -> dict[str, str]:
 
 
 def files_read(paths: Mapping[str, Path]) -> Facts:
-    """Return size and digest of files, and of files in folders, by the key that names them.
+    """Return size and digest of files of weights, and of those in folders, by their recipe key.
 
     Large files are sampled: the beginning and 256 places. Another training changes all weights.
     """
@@ -139,7 +140,7 @@ def _sampled_digest(path: Path) -> str:
 
 
 class RankDifference(NamedTuple):
-    """A fact that differs between ranks."""
+    """A value, such as a package's version or a recipe key, that differs between ranks."""
 
     group: Group
     name: str
@@ -147,7 +148,7 @@ class RankDifference(NamedTuple):
 
     @property
     def decides(self) -> bool:
-        """True if ranks would train differently; otherwise at most bits or the speed differ."""
+        """True if ranks would train differently; else only last bits or the speed may differ."""
         if self.group != "recipe":
             return self.name not in _MAY_DIFFER
         return not config.is_among(self.name, _RECIPE_MAY_DIFFER)
@@ -160,7 +161,9 @@ class RankDifference(NamedTuple):
 
 
 def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
-    """Compare the ranks' facts; all ranks call it, and get the same differences.
+    """Compare every rank's recipe, code and versions with rank 0's; all ranks must call it.
+
+    All get the same differences.
 
     Raises:
         RunError: facts that decide what is trained differ; raised on every rank.
@@ -187,7 +190,7 @@ def compare_with_first(facts: Facts, world: World) -> list[RankDifference]:
 def differences_of(
     first: Facts, everyone: Sequence[tuple[str, Mapping[tuple[Group, str], str]]]
 ) -> list[RankDifference]:
-    """Return the differences from rank 0's facts, given each rank's host and differing facts."""
+    """List the differences from rank 0's facts, given each rank's host and differing facts."""
     differences = []
     for key in dict.fromkeys(key for _, differing in everyone for key in differing):
         own = first.get(key, ABSENT)

@@ -1,4 +1,4 @@
-"""Sharding by FSDP2 (`fully_shard`) or replication of a model, and its gradients."""
+"""Shards a model by FSDP2 (`fully_shard`) or replicates it, and reduces and clips gradients."""
 
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -22,15 +22,15 @@ from longtake.parallel.collectives import refuse_failed_peers
 from longtake.parallel.mesh import World
 
 BUCKET_BYTES = 2**28
-"""The most bytes of gradients that are copied into one all-reduce."""
+"""Most bytes of gradients that are copied into one all-reduce."""
 _LEAST_NORM = 1e-6
-"""Number that is added to a norm, so that nothing is divided by 0."""
+"""Number that is added to a gradient norm before dividing by it, so that it is never 0."""
 
 
 def apply_fsdp(
     model: nn.Module, blocks: Sequence[nn.Module], world: World, *, gather_in_bf16: bool = False
 ) -> None:
-    """Shard each block and then the rest onto the device; without sharding, move the model.
+    """Shard a model's blocks and then the rest onto the device; with one shard, only move it.
 
     The model comes on the CPU: a GPU never holds more of it than its share and one block.
 
@@ -38,7 +38,7 @@ def apply_fsdp(
     in fp32. Autocast decides the precision of the arithmetic, on one process as on many.
 
     Args:
-        model: on the CPU.
+        model: model on the CPU.
         blocks: the model's blocks, units of sharding.
         world: all ranks.
         gather_in_bf16: whether ranks send fp32 weights to each other as bf16; only if autocast
@@ -88,7 +88,7 @@ def sharding_units(
 
 
 class _Gather(DefaultAllGather):
-    """All-gather of weights that, within joint work, first checks that no rank has failed."""
+    """All-gather of FSDP2 that, inside of `joint_work`, first checks that no rank has failed."""
 
     def __call__(self, *given: Any, **named: Any) -> dist.Work | None:
         refuse_failed_peers()
@@ -107,7 +107,7 @@ def accumulate_in_fp32(model: nn.Module) -> None:
 
 @contextmanager
 def gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
-    """Allow gradients of another dtype than `grad_dtype` to be assigned within the context.
+    """Allow gradients to be assigned in any dtype inside the context, in spite of `grad_dtype`.
 
     `torch.distributed.checkpoint.state_dict` assigns them to create the states of optimizers.
     """
@@ -124,7 +124,7 @@ def gradients_of_any_dtype(model: nn.Module) -> Iterator[None]:
 def _of_other_dtypes(
     module: nn.Module, dtype: torch.dtype, taken: Collection[nn.Parameter]
 ) -> list[nn.Module]:
-    """Return the largest parts of a module that train in no weight of the given dtype."""
+    """Return the largest parts of a module in which no trained weight has the given dtype."""
     parts: list[nn.Module] = []
     for child in module.children():
         dtypes = {p.dtype for p in child.parameters() if p.requires_grad and p not in taken}
@@ -203,7 +203,10 @@ def reduce_gradients(model: nn.Module, blocks: Sequence[nn.Module], world: World
 
 
 def gradient_buckets(model: nn.Module, blocks: Sequence[nn.Module]) -> Iterator[list[nn.Parameter]]:
-    """Yield trained weights by block, then the rest, in parts of at most `BUCKET_BYTES` in fp32."""
+    """Group trained weights, block by block, into buckets for the all-reduce of their gradients.
+
+    A bucket has at most `BUCKET_BYTES` in fp32.
+    """
     taken: set[nn.Parameter] = set()
     for module in (*blocks, model):
         bucket: list[nn.Parameter] = []

@@ -1,4 +1,4 @@
-"""Ranks, devices and meshes: the process groups of a run.
+"""Ranks of a run, their devices and process groups.
 
 Rank and world size come from torchrun's environment variables. A process without them is a world of
 one, without a process group.
@@ -43,7 +43,7 @@ _SIGNS_OF_A_LOST_PEER = (
 
 @dataclass(frozen=True)
 class World:
-    """Rank, device and process groups of this process."""
+    """This process's rank and device, and its process groups with the other ranks."""
 
     rank: int
     local_rank: int
@@ -55,12 +55,13 @@ class World:
     sequence_size: int = 1
     """Number of consecutive ranks that share the tokens of each clip."""
     sequence_group: dist.ProcessGroup | None = None
-    """Process group of the ranks that share clips with this one; None if no ranks share clips."""
+    """Process group of the ranks that share clips with this one (context parallelism); None if none
+    do."""
     patient_group: dist.ProcessGroup | None = None
-    """Group of all ranks over gloo, with the timeout `parallel.long_timeout_seconds`: for work of
-    rank 0 such as downloads."""
+    """Process group of all ranks over gloo, with the timeout `parallel.long_timeout_seconds`: for
+    work of rank 0 such as downloads."""
     timeout: timedelta = timedelta(minutes=10)
-    """Timeout of all other process groups."""
+    """Timeout of all other process groups (apart from `patient_group`)."""
 
     @property
     def is_first(self) -> bool:
@@ -81,7 +82,7 @@ class World:
 
     @property
     def num_copies(self) -> int:
-        """Number of ranks with the same weights: a sum over all ranks counts each that often."""
+        """Number of ranks with the same weights; a sum over all ranks has each that often."""
         names = () if self.mesh is None else self.mesh.mesh_dim_names or ()
         if self.mesh is None or "replicate" not in names:
             return 1
@@ -170,7 +171,7 @@ def _meeting(rank: int, size: int) -> dict[str, Any]:
 
 
 def arranged(world: World, section: ParallelSection) -> World:
-    """Add the meshes of sharding and of context parallelism to a world that has been joined."""
+    """Return a world with the meshes and groups for sharding and context parallelism."""
     shards, sequence, group = shard_size(section, world.size), section.context, None
     # FSDP2 replicates over a mesh's first dimension and shards over its last.
     if shards in (1, world.size):
@@ -185,7 +186,10 @@ def arranged(world: World, section: ParallelSection) -> World:
 
 
 def _describe_timeout(error: RuntimeError, rank: int, size: int) -> str | None:
-    """Describe the timed-out operation, its wait and process group; None: no timeout."""
+    """Describe the collective that timed out, its wait and process group.
+
+    None if the error is no timeout.
+    """
     waited = re.search(r"Timed out waiting (\d+)ms", str(error))
     if waited is None:
         return None
@@ -297,7 +301,7 @@ def shard_size(section: ParallelSection, size: int, of_node: int | None = None) 
 
 
 def sequence_groups(world: World, heads_size: int) -> Mapping[str, dist.ProcessGroup]:
-    """Make the groups of ranks that share this one's clips: `all`, `heads` and `ring`.
+    """Make the process groups of ranks that share clips with this one: `all`, `heads`, `ring`.
 
     All ranks call it.
 
@@ -316,7 +320,7 @@ def sequence_groups(world: World, heads_size: int) -> Mapping[str, dist.ProcessG
 
 
 def _init_mesh(world: World, sizes: dict[str, int]) -> DeviceMesh:
-    """Make a mesh by the sizes of its dimensions, and set the timeout that torch leaves out."""
+    """Make a device mesh from its dimensions' sizes; set the timeout, which torch leaves out."""
     shape, names = tuple(sizes.values()), tuple(sizes)
     mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     for group in mesh.get_all_groups():
@@ -325,7 +329,7 @@ def _init_mesh(world: World, sizes: dict[str, int]) -> DeviceMesh:
 
 
 def new_group(world: World, name: str) -> dist.ProcessGroup:
-    """Make a group of all ranks over gloo, for a thread of its own; errors contain its name."""
+    """Make a process group of all ranks over gloo for a thread; errors contain its name."""
     group = dist.new_group(backend="gloo", timeout=world.timeout, group_desc=name)
     assert isinstance(group, dist.ProcessGroup)
     return group

@@ -1,4 +1,4 @@
-"""Comparison by checksums of ranks that should hold bitwise equal weights."""
+"""Compares, by checksums, the ranks whose weights should be bitwise equal (replicas)."""
 
 import socket
 from collections import Counter
@@ -15,7 +15,7 @@ from longtake.parallel.mesh import World
 
 _COLUMNS = 2**12
 _BYTES_TOGETHER = 2**24
-"""Size in bytes up to which small tensors are joined, which takes fewer calls."""
+"""Size in bytes up to which small tensors are joined for one checksum, which takes fewer calls."""
 _FACTOR = 6364136223846793005  # odd
 _HALF = 2**32
 _MAX_NAMED = 3
@@ -26,11 +26,11 @@ _MAX_NAMED = 3
 
 @torch.no_grad()
 def checksum(tensors: Iterable[Tensor]) -> Tensor | None:
-    """Return a checksum, [] int64, of every bit and its place; None without numbers.
+    """Return a checksum of tensors, [] int64, that depends on every bit and its place.
 
     It is the sum of all words of 64 bits, each times 2 p + 1 at place p, modulo 2^64: that factor
     is odd, so a change of one word always changes it. The order of integer additions does not
-    matter.
+    matter. None without any numbers.
     """
     total: Tensor | None = None
     for words in _in_words(tensors):
@@ -77,7 +77,7 @@ def _words(parts: Sequence[Tensor]) -> Tensor:
 
 
 def replica_groups(world: World) -> list[list[int]]:
-    """Return the groups of ranks that hold the same weights."""
+    """Return the groups of ranks that hold the same weights (replicas of the model or a shard)."""
     if world.num_copies < 2:
         return []
     assert world.mesh is not None
@@ -87,7 +87,10 @@ def replica_groups(world: World) -> list[list[int]]:
 
 
 def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> list[int]:
-    """Return ranks whose value is not their group's majority; without one, the whole group."""
+    """Return the ranks whose checksum is not the majority's in their group of replicas.
+
+    Without a majority it is the whole group.
+    """
     unlike: list[int] = []
     for group in groups:
         (common, count), *others = Counter(values[rank] for rank in group).most_common()
@@ -99,7 +102,10 @@ def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> li
 
 
 class ReplicaCheck:
-    """Comparison of tensors that ranks should share, by slots in a sum over all ranks."""
+    """Compares replicas' weights by checksums that travel in the step's sum over all ranks.
+
+    Each rank has slots of its own in that sum.
+    """
 
     def __init__(self, world: World, every: int) -> None:
         self._world, self._groups = world, replica_groups(world) if every else []
@@ -111,7 +117,10 @@ class ReplicaCheck:
         return bool(self._groups) and (self._is_in_doubt or step % self._every == 0)
 
     def slots(self, own_checksum: Tensor | None) -> dict[str, float]:
-        """Return this rank's checksum as two exact numbers in its slots, with 0 in all others."""
+        """Return this rank's checksum as two exact numbers, in its own slots of the sum.
+
+        The slots of all other ranks are 0.
+        """
         value = 0 if own_checksum is None else int(own_checksum) % _HALF**2
         slots = {f"replica.{n}.{h}": 0.0 for n in range(self._world.size) for h in (0, 1)}
         # The sum over ranks is in float64, exact up to 2^53: 64 bits go as two halves of 32.
@@ -119,7 +128,7 @@ class ReplicaCheck:
         return slots | {f"replica.{self._world.rank}.{h}": float((high, low)[h]) for h in (0, 1)}
 
     def unlike(self, sums: Mapping[str, float], step: int) -> list[int]:
-        """Return the ranks whose tensors differ from the others', by the sums of `slots`."""
+        """Return the ranks whose weights differ from their replicas', by the summed `slots`."""
         pairs = [
             (sums[f"replica.{rank}.0"], sums[f"replica.{rank}.1"])
             for rank in range(self._world.size)
@@ -131,14 +140,14 @@ class ReplicaCheck:
         return unlike_ranks
 
     def compare(self, tensors: Mapping[str, Tensor], step: int) -> list[int]:
-        """Return the ranks that differ, by a collective of its own; all ranks call it."""
+        """Return the ranks whose weights differ, by an extra collective; all ranks must call it."""
         if not self._groups:
             return []
         slots = self.slots(checksum(tensors.values()))
         return self.unlike(collectives.sum_over_ranks(slots, self._world), step)
 
     def explain(self, unlike: Sequence[int], tensors: Mapping[str, Tensor], step: int) -> str:
-        """Describe the nodes, GPUs and tensors that differ; all ranks call it."""
+        """Describe the nodes, GPUs and tensors of replicas that differ; all ranks must call it."""
         # Only after a difference: the comparison at each step has one checksum for all tensors.
         checksums = {name: checksum([each]) for name, each in tensors.items()}
         sums = {name: each for name, each in checksums.items() if each is not None}
@@ -167,7 +176,7 @@ class ReplicaCheck:
         )
 
     def refuse_unlike(self, tensors: Mapping[str, Tensor], step: int) -> None:
-        """Refuse to begin with copies that differ; all ranks call it.
+        """Refuse to begin training with replicas that differ; all ranks must call it.
 
         Raises:
             RunError: on every rank; it names them and the tensors.

@@ -36,14 +36,17 @@ _FEW_TOKENS = _ROWS_ALIGNMENT + 1
 
 @dataclass(frozen=True)
 class Ring:
-    """A ring of ranks, each of which owns a block of a clip's tokens."""
+    """A ring of ranks, each of which owns a block of a clip's tokens, for ring attention."""
 
     rank: int
     counts: Sequence[int]  # tokens of each rank's block
     exchange: Exchange
 
     def pass_on(self, block: Tensor, owner: int) -> Callable[[], Tensor]:
-        """Begin to pass the block of `owner`, [t, ...], on and to receive the one before."""
+        """Send the block of tokens of `owner` to the next rank, and receive one from the last.
+
+        Returns a function that waits for the received block.
+        """
         size = len(self.counts)
         sent, received = [0] * size, [0] * size
         sent[(self.rank + 1) % size] = self.counts[owner]
@@ -51,13 +54,13 @@ class Ring:
         return self.exchange(block.contiguous(), sent, received)
 
     def owners(self) -> list[int]:
-        """Return the owners of the blocks that are here in turn, beginning with this rank."""
+        """Return the ranks whose blocks of tokens are here in turn, beginning with this rank's."""
         size = len(self.counts)
         return [(self.rank - step) % size for step in range(size)]
 
 
 def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
-    """Make a kernel that attends to all blocks of a ring from one that attends to one block."""
+    """Make an attention kernel for all blocks of a ring from a kernel for a single block."""
 
     def forward(query: Tensor, key: Tensor, value: Tensor, scores: ScoreTerms) -> Sequence[Tensor]:
         block = _by_token(key, value)
@@ -103,7 +106,7 @@ def ring_kernel(kernel: AttentionKernel, ring: Ring) -> AttentionKernel:
 
 
 def _by_token(key: Tensor, value: Tensor) -> Tensor:
-    """Join keys and values [B, h, t, d] to [t, 2, B, h, d], contiguous for the exchange."""
+    """Join keys and values [B, h, t, d] to a block [t, 2, B, h, d], contiguous for the exchange."""
     return torch.stack([key, value]).permute(3, 0, 1, 2, 4).contiguous()
 
 
@@ -116,7 +119,7 @@ def _by_clip(block: Tensor) -> tuple[Tensor, Tensor]:
 def _as_made_by(
     kernel: AttentionKernel, inputs: Sequence[Tensor], made: Sequence[Tensor], scores: ScoreTerms
 ) -> list[Any]:
-    """Complete the output and logsumexp of all blocks to the results of one kernel's forward pass.
+    """Complete the output and logsumexp of a whole ring to all results of a kernel.
 
     The other results (states of random numbers, the logsumexp's layout) come from a few tokens.
     """
@@ -133,7 +136,7 @@ def _as_made_by(
 def choose_kernel(
     query: Tensor, key: Tensor, value: Tensor, how: dict[str, Any]
 ) -> AttentionKernel:
-    """Return the kernel that attends to single blocks of a ring.
+    """Return torch's kernel for attention to single blocks of a ring.
 
     Raises:
         ModelError: torch has none that returns a logsumexp, or a mask or dropout is asked for.
@@ -153,7 +156,7 @@ def choose_kernel(
 
 
 def exchange_in(group: str) -> Exchange:
-    """Return the exchange between the ranks of a group, given by its name."""
+    """Return the function that exchanges tensors between the ranks of a named process group."""
 
     def exchange(tensor: Tensor, sent: list[int], received: list[int]) -> Callable[[], Tensor]:
         there = all_to_all_single(tensor, received, sent, GroupName(group))
@@ -209,7 +212,7 @@ def _kernel_in(
 
 
 def _heads_last(tensor: Tensor) -> Tensor:
-    """Copy to memory in the order [B, t, h, d], not as a view of a larger tensor."""
+    """Copy a tensor [B, h, t, d] to memory in the order [B, t, h, d], not as a view."""
     # torch forbids custom operations to return views of their inputs, and the compiler relies on
     # the strides that the registered shape functions state.
     return tensor.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
