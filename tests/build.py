@@ -82,6 +82,11 @@ def wait_until_still(pid: int) -> None:
     wait_until(lambda: stacks.state_of(pid) not in ("R", "D"))
 
 
+def change_options(*changes: str) -> list[str]:
+    """Options that change keys of a verb's recipe."""
+    return [part for change in changes for part in ("--set", change)]
+
+
 _ports = itertools.count(20_000)
 
 

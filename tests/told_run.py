@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.recipes import bare_recipe
 
-from longtake import config
 from longtake.checkpoint.files import commit, describe_files, list_files
 from longtake.data.batch import Batch
 from longtake.data.ledger import Ledger, begin_launch, stream_names
@@ -22,17 +22,8 @@ TOTAL, SPIKED, TOOK, DIVERGED, CHECKPOINT, ENDED = 40, 9, (13, 22), 20, 12, 24
 
 class Teller:
     def __init__(self, path: Path, catalog: Path) -> None:
-        values = {
-            "out": str(path),
-            "data": {
-                "catalog": str(catalog),
-                "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
-                "workers": 0,
-            },
-            "model": {"family": "tubelet"},
-            "training": {"steps": TOTAL, "global_batch_size": 4},
-        }
-        recipe = config.parse(values, "test")
+        data = {"catalog": str(catalog), "workers": 0}
+        recipe = bare_recipe(path, data=data, training={"steps": TOTAL})
         path.mkdir()
         self.run = RunDirectory(path)
         self.run.create(recipe)

@@ -8,25 +8,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from longtake import config
+from tests.monitor.build import make_diagnosis, make_dump, make_process, make_thread
+from tests.recipes import bare_recipe
+
+from longtake.fsio import write_json
+from longtake.monitor.stall_record import Suspect, WaitingRanks
 from longtake.node_dir import NodeDirectory, diagnosis_path
 from longtake.run_dir import RunDirectory
 
 
 def make_run(path: Path) -> RunDirectory:
     """A run without clips, of which nothing was trained."""
-    values = {
-        "out": str(path),
-        "data": {
-            "catalog": "none.parquet",
-            "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
-        },
-        "model": {"family": "tubelet"},
-        "training": {"steps": 40, "global_batch_size": 4},
-    }
     path.mkdir(parents=True)
     run = RunDirectory(path)
-    run.create(config.parse(values, "test"))
+    run.create(bare_recipe(path))
     run.record_launch(start_step=0, world_size=1, device="cpu", precision="fp32")
     run.append_event("launched", step=0, world_size=1)
     return run
@@ -118,81 +113,25 @@ def add_stall(
     sentence: str = "It hangs.",
 ) -> str:
     """A stall that the rank of one node caused, with a dump of each node; returns its token."""
-    for number, node in enumerate(nodes):
-        own = _call(function, "/own/model.py", 54)
-        waiting = _call("all_reduce", "/x/site-packages/torch/distributed/c10d.py", 9)
-        frames = [own if number == cause else waiting, _call("train", "/own/train.py", 7)]
-        node.dump_path(token).parent.mkdir(parents=True, exist_ok=True)
-        node.dump_path(token).write_text(json.dumps(_dump(node.host, token, number, frames)))
-    path = diagnosis_path(run, token)
-    path.parent.mkdir(exist_ok=True)
-    suspect: dict[str, Any] = {
-        "host": nodes[cause].host,
-        "pid": 100 + cause,
-        "role": "rank",
-        "rank": cause,
-    }
-    suspect |= {"function": function, "file": "/own/model.py", "line": 54}
-    waiting_ranks = [each for each in range(len(nodes)) if each != cause]
-    record = {
-        "token": token,
-        "time": time,
-        "host": nodes[0].host,
-        "launch": "one",
-        "missing_in": [],
-        "kind": "stuck",
-        "step": 23,
-        "phase": "forward",
-        "seconds": 6.2,
-        "limit": 6.0,
-        "suspects": [suspect],
-        "waiting": [{"doing": "a collective", "ranks": waiting_ranks, "host_count": 1}],
-        "silent_nodes": [],
-        "sentence": sentence,
-    }
-    path.write_text(json.dumps(record))
+    saver = [("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py", 81)]
+    for rank, node in enumerate(nodes):
+        own = (function, "/own/model.py", 54)
+        waits = ("all_reduce", "/x/site-packages/torch/distributed/c10d.py", 9)
+        calls = [own if rank == cause else waits, ("train", "/own/train.py", 7)]
+        threads = [make_thread("saver", saver)]
+        process = make_process(100 + rank, rank, calls, "forward", threads=threads)
+        node.write_dump(make_dump([process], host=node.host) | {"token": token, "time": time})
+    suspect = Suspect(
+        *(nodes[cause].host, 100 + cause, "rank", cause),
+        function=function,
+        file="/own/model.py",
+        line=54,
+    )
+    waiting = WaitingRanks(
+        "a collective", tuple(rank for rank in range(len(nodes)) if rank != cause), 1
+    )
+    facts = {"token": token, "time": time, "host": nodes[0].host, "sentence": sentence}
+    write_json(
+        diagnosis_path(run, token), make_diagnosis(suspect, waiting=(waiting,), **facts).as_dict()
+    )
     return token
-
-
-def _call(function: str, file: str, line: int) -> dict[str, Any]:
-    return {"function": function, "file": file, "line": line}
-
-
-def _dump(host: str, token: str, rank: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    pulse = {
-        "role": "rank",
-        "pid": 100 + rank,
-        "rank": rank,
-        "step": 23,
-        "steps_done": 23,
-        "phase": "forward",
-        "seconds": 6.0,
-        "detail": "",
-        "path_of_clip": "",
-    }
-    saver = {
-        "name": "saver",
-        "frames": [_call("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py", 81)],
-    }
-    process = {
-        "pid": 100 + rank,
-        "ppid": 1,
-        "role": "rank",
-        "rank": rank,
-        "command": "python",
-        "state": "S",
-        "cpu_seconds": 1.0,
-        "method": "py-spy",
-        "raw": "",
-        "heartbeat": pulse,
-        "threads": [{"name": "MainThread", "frames": frames}, saver],
-    }
-    return {
-        "token": token,
-        "time": "2026-03-01T12:00:00+00:00",
-        "host": host,
-        "reason": "stall",
-        "launch": "x",
-        "rounds": [{"seconds": 0.0, "processes": [process]}],
-        "missing": [],
-    }

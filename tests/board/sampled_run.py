@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tests.recipes import bare_recipe
 
-from longtake import config, fsio
+from longtake import fsio
 from longtake.data.encode import write_image, write_video
 from longtake.evaluation_dir import SCORES, Alarm, EvaluationDirectory, Scores
 from longtake.run_dir import RunDirectory
@@ -19,20 +20,12 @@ STEPS = (40, 80, 120, 160, 200)
 Video = NDArray[np.uint8]
 
 
-def make_run(path: Path, **sections: Any) -> RunDirectory:
-    values: dict[str, Any] = {
-        "out": str(path),
-        "data": {
-            "catalog": "catalog.parquet",
-            "buckets": [{"num_frames": FRAMES, "height": SIDE, "width": SIDE}],
-        },
-        "model": {"family": "tubelet"},
-        "training": {"steps": 200, "global_batch_size": 4},
-        "sampling": {"fps": FPS},
-    }
+def make_run(path: Path) -> RunDirectory:
     path.mkdir(parents=True)
     run = RunDirectory(path)
-    run.create(config.parse(values | sections, "test"))
+    shape = {"num_frames": FRAMES, "height": SIDE, "width": SIDE}
+    training, sampling = {"steps": 200}, {"fps": FPS}
+    run.create(bare_recipe(path, data={"buckets": [shape]}, training=training, sampling=sampling))
     run.record_launch(start_step=0, world_size=1, device="cpu", precision="fp32")
     return run
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from tests.board.sampled_run import PROMPTS, STEPS, add_result, make_run, write_reference
+from tests.recipes import bare_recipe
 
-from longtake import config, fsio
+from longtake import fsio
 from longtake.board.pages import ServerLinks
 from longtake.board.samples_page import cell_size, columns, render_samples, sample_options
 from longtake.board.server import Board
@@ -259,20 +260,7 @@ def test_the_command_samples_the_same_video_again(run: RunDirectory) -> None:
 
 
 def test_the_command_has_options_that_are_not_the_recipes() -> None:
-    recipe = config.parse(
-        {
-            "out": "run",
-            "data": {
-                "catalog": "c.parquet",
-                "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
-            },
-            "model": {"family": "tubelet"},
-            "training": {"steps": 1, "global_batch_size": 1},
-            "ema": {"decay": 0.9},
-            "sampling": {"num_inference_steps": 20},
-        },
-        "test",
-    )
+    recipe = bare_recipe(Path("run"), ema={"decay": 0.9}, sampling={"num_inference_steps": 20})
     settings = {"num_inference_steps": 20, "solver": "heun", "height": 64, "negative_prompt": "a b"}
     options = ["--solver heun", "--height 64", "--negative 'a b'"]
     assert sample_options(settings, "ema/main", recipe) == options

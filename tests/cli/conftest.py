@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.data.catalogs import make_catalog
@@ -54,6 +55,32 @@ def call(
     return called
 
 
+@pytest.fixture
+def refuse(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+    """Calls longtake where it must refuse, in a sentence and with exit code 2; gives the text."""
+
+    def refused(*arguments: object) -> str:
+        code, out, err = call(*arguments)
+        assert (code, out) == (2, ""), err
+        assert err.startswith("longtake: ")
+        assert "Traceback" not in err
+        return err
+
+    return refused
+
+
+@pytest.fixture
+def call_json(call: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
+    """Calls longtake with --json, where it must succeed; gives the parsed answer."""
+
+    def called(*arguments: object) -> Any:
+        code, out, err = call(*arguments, "--json")
+        assert code == 0, err
+        return json.loads(out)
+
+    return called
+
+
 @pytest.fixture(scope="session")
 def place(shapes_catalog: Path, warm: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run, its recipe, and much that is not what it seems."""
@@ -75,3 +102,10 @@ def place(shapes_catalog: Path, warm: list[str], tmp_path_factory: pytest.TempPa
     shutil.copytree(place / "run", begun)
     shutil.rmtree(begun / "checkpoints")
     return place
+
+
+@pytest.fixture
+def run(place: Path, tmp_path: Path) -> Path:
+    """A copy of a trained run."""
+    shutil.copytree(place / "run", tmp_path / "run", ignore=shutil.ignore_patterns("tensorboard"))
+    return tmp_path / "run"

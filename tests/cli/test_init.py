@@ -21,6 +21,24 @@ from longtake.process import program
 from longtake.trust import import_class
 
 _EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def _init(out: Path, *arguments: str) -> tuple[str, Recipe]:
+    """What is printed, and the recipe that is written."""
+    done = CliRunner().invoke(app, ["init", *arguments, "--out", str(out)])
+    assert done.exit_code == 0, done.exception
+    return done.output, Recipe.model_validate(tomllib.loads(out.read_text()), strict=False)
+
+
+def _refusal(out: Path, *arguments: str) -> str:
+    """Why nothing is written."""
+    before = out.read_text() if out.exists() else None
+    exception = CliRunner().invoke(app, ["init", *arguments, "--out", str(out)]).exception
+    assert isinstance(exception, LongtakeError)
+    assert (out.read_text() if out.exists() else None) == before
+    return str(exception)
+
+
 _CASES = [(each, shape) for each in init.templates() for shape in each.shapes]
 _NAMES = [f"{each.family}-{each.task}-{each.size}-{shape.gib}" for each, shape in _CASES]
 
@@ -100,18 +118,16 @@ def test_outside_of_a_clone_a_template_brings_its_module(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path(out).parent.mkdir(exist_ok=True)
-    options = ["--family", "flux_kontext", "--task", "module", "--out", out]
-    done = CliRunner().invoke(app, ["init", *options])
-    assert done.exit_code == 0, done.output
-    recipe = load(Path(out))
-    named = recipe.trainable.modules["pose"].module
+    options = ("--family", "flux_kontext", "--task", "module")
+    _init(Path(out), *options)
+    named = load(Path(out)).trainable.modules["pose"].module
     assert named == f"{module}:PoseAdapter"
     assert import_class(named, "a test").__name__ == "PoseAdapter"
     path = Path(*module.split(".")).with_suffix(".py")
     assert f'module = "{named}"' in path.read_text()
     path.write_text("mine")
     Path(out).unlink()
-    assert CliRunner().invoke(app, ["init", *options]).exit_code == 0
+    _init(Path(out), *options)
     assert path.read_text() == "mine"
 
 
@@ -159,23 +175,14 @@ def test_a_catalog_has_the_name_of_the_folder_that_was_named(tmp_path: Path) -> 
     ],
 )
 def test_mistakes_name_what_there_is(arguments: list[str], message: str, tmp_path: Path) -> None:
-    out = tmp_path / "mine.toml"
-    result = CliRunner().invoke(app, ["init", *arguments, "--out", str(out)])
-    assert isinstance(result.exception, RecipeError)
-    assert message in str(result.exception)
-    assert not out.exists()
+    assert message in _refusal(tmp_path / "mine.toml", *arguments)
 
 
 def test_a_recipe_that_exists_is_not_overwritten(tmp_path: Path) -> None:
-    out = tmp_path / "mine.toml"
-    arguments = ["init", "--family", "tubelet", "--data", "clips.parquet", "--out", str(out)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    first = out.read_text()
-    assert tomllib.loads(first)["data"]["catalog"] == "clips.parquet"
-    again = CliRunner().invoke(app, arguments)
-    assert isinstance(again.exception, RecipeError)
-    assert "is not overwritten" in str(again.exception)
-    assert out.read_text() == first
+    out, arguments = tmp_path / "mine.toml", ("--family", "tubelet", "--data", "clips.parquet")
+    _, recipe = _init(out, *arguments)
+    assert str(recipe.data.catalog) == "clips.parquet"
+    assert "is not overwritten" in _refusal(out, *arguments)
 
 
 def test_without_a_family_the_templates_are_listed() -> None:
@@ -191,13 +198,9 @@ def test_the_spellings_of_the_readme_are_understood() -> None:
 
 
 def test_a_folder_and_a_template_of_wan_train_alike(tmp_path: Path) -> None:
-    release, out = _release(tmp_path / "release", _WAN), tmp_path / "mine.toml"
-    assert CliRunner().invoke(app, ["init", release, "--out", str(out)]).exit_code == 0
-    of_release = Recipe.model_validate(tomllib.loads(out.read_text()), strict=False)
-    text = init.render_recipe(init.find_template("wan", "lora", "14b"), None, Path("c"), out)
-    of_family = Recipe.model_validate(tomllib.loads(text), strict=False)
-    sections = ("trainable", "optimizer", "training", "ema", "checkpoint")
-    for section in sections:
+    _, of_release = _init(tmp_path / "mine.toml", _release(tmp_path / "release", _WAN))
+    _, of_family = _init(tmp_path / "other.toml", "--family", "wan", "--size", "14b")
+    for section in ("trainable", "optimizer", "training", "ema", "checkpoint"):
         release_keys, keys = (
             getattr(recipe, section).model_dump(exclude={"device", "precision"})
             for recipe in (of_release, of_family)
@@ -206,18 +209,14 @@ def test_a_folder_and_a_template_of_wan_train_alike(tmp_path: Path) -> None:
 
 
 def test_buckets_are_added_for_the_clips_that_are_there(tmp_path: Path) -> None:
-    clips, out = tmp_path / "clips", tmp_path / "mine.toml"
+    clips = tmp_path / "clips"
     clips.mkdir()
     for number in range(3):
         write_video(clips / f"{number}.mp4", np.zeros((40, 64, 32, 3), np.uint8), 16)
-    arguments = ["init", "--family", "wan", "--data", str(clips), "--out", str(out)]
-    result = CliRunner().invoke(app, arguments)
-    assert "do not fit 81 frames of 832x480" in result.output
-    shapes = Recipe.model_validate(tomllib.loads(out.read_text()), strict=False).data.buckets
-    assert {(shape.num_frames, shape.height > shape.width) for shape in shapes} == {
-        *((81, False), (81, True)),
-        *((33, False), (33, True)),
-    }
+    said, recipe = _init(tmp_path / "mine.toml", "--family", "wan", "--data", str(clips))
+    assert "do not fit 81 frames of 832x480" in said
+    shapes = {(each.num_frames, each.height > each.width) for each in recipe.data.buckets}
+    assert shapes == {(81, False), (81, True), (33, False), (33, True)}
 
 
 _KONTEXT = {
@@ -280,13 +279,9 @@ def test_a_release_needs_no_family(
 ) -> None:
     """Family, conditioning, size, rate and shift follow from its files."""
     release, out = _release(tmp_path / "a release", files), tmp_path / "mine.toml"
-    options = ["--task", task, "--memory", "48GiB", "--out", str(out)]
-    result = CliRunner().invoke(app, ["init", release, *options])
-    assert result.exit_code == 0, result.exception
-    assert said in " ".join(result.output.split())
-    text = out.read_text()
-    recipe = Recipe.model_validate(tomllib.loads(text), strict=False)
-    bucket = recipe.data.buckets[0]
+    output, recipe = _init(out, release, "--task", task, "--memory", "48GiB")
+    assert said in " ".join(output.split())
+    text, bucket = out.read_text(), recipe.data.buckets[0]
     assert expected == (
         recipe.model.family,
         recipe.trainable.base(),
@@ -303,14 +298,11 @@ def test_a_release_needs_no_family(
 
 def test_a_shipped_release_has_its_template(tmp_path: Path) -> None:
     """Whose shapes were planned; the same text as by its family."""
-    texts = []
-    for name, arguments in {
-        "recipe1.toml": ["Wan-AI/Wan2.1-T2V-14B-Diffusers"],
-        "recipe2.toml": ["--family", "wan", "--size", "14b"],
-    }.items():
-        out = tmp_path / name
-        assert CliRunner().invoke(app, ["init", *arguments, "--out", str(out)]).exit_code == 0
-        texts.append(out.read_text().replace(name.partition(".")[0], "mine"))
+    out, texts = tmp_path / "mine.toml", []
+    for arguments in (["Wan-AI/Wan2.1-T2V-14B-Diffusers"], ["--family", "wan", "--size", "14b"]):
+        _init(out, *arguments)
+        texts.append(out.read_text())
+        out.unlink()
     assert texts[0] == texts[1]
 
 
@@ -328,11 +320,7 @@ def test_a_release_without_a_template_is_refused(
     config: dict[str, object], options: list[str], message: str, tmp_path: Path
 ) -> None:
     release = _release(tmp_path / "release", {"transformer/config.json": config})
-    out = tmp_path / "mine.toml"
-    result = CliRunner().invoke(app, ["init", release, *options, "--out", str(out)])
-    assert isinstance(result.exception, LongtakeError)
-    assert message in str(result.exception)
-    assert not out.exists()
+    assert message in _refusal(tmp_path / "mine.toml", release, *options)
 
 
 @pytest.mark.parametrize(
@@ -355,15 +343,14 @@ def test_a_folder_that_is_no_release_is_refused(
     """Without the repositories that are known, as a folder was named."""
     (tmp_path / "release").mkdir()
     release = _release(tmp_path / "release", files)
-    result = CliRunner().invoke(app, ["init", release, "--out", str(tmp_path / "mine.toml")])
-    assert isinstance(result.exception, LongtakeError)
-    assert f"{release} {message}" in str(result.exception)
-    assert "Known without a download" not in str(result.exception)
+    said = _refusal(tmp_path / "mine.toml", release)
+    assert f"{release} {message}" in said
+    assert "Known without a download" not in said
 
 
 def test_pictures_that_a_model_may_be_given_are_comments(tmp_path: Path) -> None:
-    release, out = _release(tmp_path / "release", _WAN_I2V), tmp_path / "mine.toml"
-    assert CliRunner().invoke(app, ["init", release, "--out", str(out)]).exit_code == 0
+    out = tmp_path / "mine.toml"
+    _init(out, _release(tmp_path / "release", _WAN_I2V))
     text = out.read_text()
     assert list(tomllib.loads(text)["data"]["conditioning"]) == ["first"]
     given = tomllib.loads(text.replace("# last = ", "last = "))["data"]["conditioning"]
@@ -373,6 +360,4 @@ def test_pictures_that_a_model_may_be_given_are_comments(tmp_path: Path) -> None
 def test_one_file_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.touch()
-    result = CliRunner().invoke(app, ["init", str(file), "--out", str(tmp_path / "mine.toml")])
-    assert isinstance(result.exception, LongtakeError)
-    assert "is one file of weights" in str(result.exception)
+    assert "is one file of weights" in _refusal(tmp_path / "mine.toml", str(file))

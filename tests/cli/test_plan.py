@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from tests.build import change_options
 
 from longtake import config
 from longtake.config import Recipe
@@ -20,6 +21,8 @@ from longtake.planner.activation_checkpointing import POLICIES
 _ROOT = Path(__file__).resolve().parents[2]
 _TINY_FLUX = "examples/tiny_flux_module.toml"
 _Call = Callable[..., tuple[int, str, str]]
+_CallJson = Callable[..., Any]
+_Refuse = Callable[..., str]
 _NUMBER = (int, float)
 
 _TYPES: dict[str, Any] = {
@@ -72,19 +75,20 @@ def small(
     return write
 
 
-def test_samples_between_steps_are_said(plan: _Call, small: Callable[..., Path]) -> None:
+def test_samples_between_steps_are_said(
+    plan: _Call, small: Callable[..., Path], refuse: _Refuse
+) -> None:
     preset = "evaluation.presets.tiny={prompts=['a red disk'], num_inference_steps=2}"
     code, out, err = plan(str(small("sampling.every=4", preset)))
     assert code == 0, err
     assert re.search(r"Every 4 steps training stops for about .* and samples ", out)
     unused = ("sampling.guidance_scale=1.0", "sampling.negative_prompt=red")
-    code, out, err = plan(str(small("sampling.every=4", preset, *unused)))
-    assert (code, out) == (2, "")
-    assert "Preset tiny: negative_prompt 'red' would have no effect" in err
+    said = refuse("plan", small("sampling.every=4", preset, *unused))
+    assert "Preset tiny: negative_prompt 'red' would have no effect" in said
 
 
 def test_the_lora_that_a_run_begins_with_is_checked_and_said(
-    plan: _Call, small: Callable[..., Path], tmp_path: Path
+    plan: _Call, small: Callable[..., Path], refuse: _Refuse, tmp_path: Path
 ) -> None:
     file = tmp_path / "style.safetensors"
     path = small("trainable.kind=lora", "trainable.rank=4", f"trainable.init_from={file}")
@@ -101,18 +105,17 @@ def test_the_lora_that_a_run_begins_with_is_checked_and_said(
         ("model.config.hidden_size=24", "is of another model: its LoRA of"),
         (f"trainable.init_from={file}.gone", "cannot be read"),
     ):
-        code, out, err = plan(path, "--set", change)
-        assert (code, out) == (2, "")
-        assert why in err
-        assert "Traceback" not in err
+        assert why in refuse("plan", path, "--set", change)
 
 
-def test_stages_are_shown_with_their_settings(plan: _Call, small: Callable[..., Path]) -> None:
+def test_stages_are_shown_with_their_settings(
+    plan: _Call, small: Callable[..., Path], call_json: _CallJson
+) -> None:
     stages = (
         'data.stages=[{name="low", steps=6}, {name="high", learning_rate=1e-3, warmup_steps=2, '
         "global_batch_size=8, ema_decay=0.99, shift=3.0, caption_dropout=0.2}]"
     )
-    recipe = str(small(stages, "optimizer.schedule=constant"))
+    recipe = small(stages, "optimizer.schedule=constant")
     code, out, err = plan(recipe)
     assert code == 0, err
     (low,) = [line.split() for line in out.splitlines() if line.startswith(" low ")]
@@ -120,24 +123,18 @@ def test_stages_are_shown_with_their_settings(plan: _Call, small: Callable[..., 
     assert low[1:6] == ["0", "6", "0.003", "4", "4"]
     assert high[1:7] == ["6", "the", "rest", "0.001", "2", "8"]
     assert high[-3:] == ["0.99", "3.0", "0.2"]
-    _, out, _ = plan(recipe, "--json")
-    rates = [each["learning_rate"] for each in json.loads(out)["stages"]]
-    assert rates == [pytest.approx([3e-3, 3e-3]), pytest.approx([1e-3, 1e-3])]
-    _, out, _ = plan(recipe, "--json", "--set", "optimizer.schedule=cosine_restarts")
-    rates = [each["learning_rate"] for each in json.loads(out)["stages"]]
+    low, high = (each["learning_rate"] for each in call_json("plan", recipe)["stages"])
+    assert (low, high) == (pytest.approx([3e-3, 3e-3]), pytest.approx([1e-3, 1e-3]))
+    restarts = ("--set", "optimizer.schedule=cosine_restarts")
+    low, high = (each["learning_rate"] for each in call_json("plan", recipe, *restarts)["stages"])
+    assert low == pytest.approx([3e-3, 3e-3 * 0.3887], rel=1e-3)
     # The rate of the second stage restarts after its warm-up, which ends in the middle of a cycle.
-    assert rates == [
-        pytest.approx([3e-3, 3e-3 * 0.3887], rel=1e-3),
-        pytest.approx([1e-3, 0.0]),
-    ]
+    assert high == pytest.approx([1e-3, 0.0])
 
 
-def test_json_says_all_that_others_read(plan: _Call) -> None:
-    code, out, _ = plan(
-        _TINY_FLUX, "--json", "--set", "training.global_batch_size=2", "--memory=29MiB"
-    )
-    assert code == 0
-    facts = json.loads(out)
+def test_json_says_all_that_others_read(plan: _Call, call_json: _CallJson) -> None:
+    options = ("--set", "training.global_batch_size=2", "--memory=29MiB")
+    facts = call_json("plan", _TINY_FLUX, *options)
     _assert_typed(facts, _TYPES)
     assert facts["device"] == "cpu"
     assert facts["budget_gib"] == pytest.approx(0.93 * 29 / 1024, abs=1e-5)  # 7 % is kept back
@@ -242,7 +239,7 @@ def test_what_would_not_train_exits_1(
 
 
 def test_memory_and_device_are_taken_as_they_are_given(
-    small: Callable[..., Path], plan: _Call
+    small: Callable[..., Path], call_json: _CallJson
 ) -> None:
     """GiB are not GB; a named GPU has memory of its own, and any other is told by its speed."""
     recipe = small("recompute={memory='1GiB', device='h200'}")
@@ -253,55 +250,53 @@ def test_memory_and_device_are_taken_as_they_are_given(
         ("--device=312TFLOPS,2TB/s",): (1, 0.93),
     }
     for options, (memory, budget) in given.items():
-        code, out, _ = plan(recipe, *options, "--json")
-        assert code == 0
-        facts = json.loads(out)
+        facts = call_json("plan", recipe, *options)
         assert facts["memory_gib"] == pytest.approx(memory, abs=1e-4)
         assert facts["budget_gib"] == pytest.approx(budget, abs=1e-4)
         assert facts["device"] == dict([options[0].split("=")]).get("--device", "h200")
 
 
 def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
-    plan: _Call, pairs: Path
+    plan: _Call, call_json: _CallJson, pairs: Path
 ) -> None:
     """All pictures are square."""
     shapes = (
         "data.buckets=[{num_frames=1, height=64, width=64}, {num_frames=1, height=96, width=32}]"
     )
-    changes = ("--set", "training.global_batch_size=2", "--set", shapes)
-    _, out, _ = plan(
-        _TINY_FLUX, "--json", *changes, "--set", f"data.catalog={pairs / 'few.parquet'}"
-    )
-    (said,) = json.loads(out)["data_warnings"]
-    assert said == "stage all: no clip is for 1 frame of 32x96"
-    _, out, _ = plan(_TINY_FLUX, "--json", *changes, "--set", "data.catalog=none.parquet")
-    assert json.loads(out)["data_warnings"] == []
+    changes = ("training.global_batch_size=2", shapes)
+    for catalog, warnings in (
+        (pairs / "few.parquet", ["stage all: no clip is for 1 frame of 32x96"]),
+        ("none.parquet", []),
+    ):
+        options = change_options(*changes, f"data.catalog={catalog}")
+        assert call_json("plan", _TINY_FLUX, *options)["data_warnings"] == warnings
 
 
 def test_what_training_refuses_ends_a_plan(
-    plan: _Call, small: Callable[..., Path], pairs: Path
+    plan: _Call, small: Callable[..., Path], refuse: _Refuse, pairs: Path
 ) -> None:
     own = ("optimizer.kind=torch.optim:Adafactor", "model.dtype=bf16")
-    code, _, err = plan(str(small(*own)))
-    assert (code, "weights are bfloat16" in err) == (2, True)
-    code, _, err = plan(str(small("sampling.every=2", "sampling.presets=['none']")))
-    assert (code, "There is no preset none" in err) == (2, True)
+    assert "weights are bfloat16" in refuse("plan", small(*own))
+    unknown = small("sampling.every=2", "sampling.presets=['none']")
+    assert "There is no preset none" in refuse("plan", unknown)
     catalog = f"data.catalog={pairs / 'few.parquet'}"
-    trigger = ("data.captions.catalog.prefixes=['a [trigger]']", catalog)
-    code, out, _ = plan(_TINY_FLUX, *(each for one in trigger for each in ("--set", one)))
+    trigger = change_options("data.captions.catalog.prefixes=['a [trigger]']", catalog)
+    code, out, _ = plan(_TINY_FLUX, *trigger)
     assert (code, "Training would refuse this recipe." in out) == (2, True)
 
 
-def test_processes_share_what_is_planned(small: Callable[..., Path], plan: _Call) -> None:
+def test_processes_share_what_is_planned(small: Callable[..., Path], call_json: _CallJson) -> None:
     recipe = small("parallel.strategy=shard")
-    facts = [json.loads(plan(recipe, "--json", f"--processes={count}")[1]) for count in (1, 2)]
+    facts = [call_json("plan", recipe, f"--processes={count}") for count in (1, 2)]
     assert [each["processes"] for each in facts] == [1, 2]
     assert [each["micro_batch_size"] for each in facts] == [4, 2]
     alone, together = (each["fixed_gib"] for each in facts)
     assert together["ema"] == pytest.approx(alone["ema"] / 2, abs=1e-6)
 
 
-def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call) -> None:
+def test_a_mesh_is_planned_by_its_links(
+    small: Callable[..., Path], call: _Call, call_json: _CallJson
+) -> None:
     path = small(
         "model.config={hidden_size=48, num_blocks=2}",
         "parallel.strategy=shard",
@@ -311,9 +306,7 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
         "checkpoint.minutes=15",
     )
     options = ("--processes=8", "--per-node=4", "--link=1,0.01", "--device=h100")
-    code, out, _ = call("plan", path, *options, "--json")
-    assert code == 0
-    facts = json.loads(out)
+    facts = call_json("plan", path, *options)
     mesh = facts["mesh"]
     assert (facts["processes"], facts["per_node"]) == (8, 4)
     assert mesh["link_gb_per_second"] == {"node": 1, "network": 0.01}
@@ -335,19 +328,16 @@ def test_a_mesh_is_planned_by_its_links(small: Callable[..., Path], call: _Call)
     assert "  --set parallel.strategy=hybrid --set parallel.param_dtype=bf16: " in out
 
 
-def test_what_the_whole_run_costs_with_failures(plan: _Call) -> None:
+def test_what_the_whole_run_costs_with_failures(plan: _Call, call_json: _CallJson) -> None:
     """Stages at their own shapes, saves, failures, and the interval at which least is lost."""
     high = "{name='high', buckets=[{num_frames=1, height=128, width=128}]}"
-    changes = (
+    settings = change_options(
         f"data.stages=[{{name='low', steps=300}}, {high}]",
         "training={steps=1000, global_batch_size=8, precision='fp32'}",
         "checkpoint={every=100, keep=2, keep_every=500}",
     )
     often = ("--failures-per-day", "6", "--restart-seconds", "100", "--storage", "0.001")
-    settings = [part for change in changes for part in ("--set", change)]
-    code, out, err = plan(_TINY_FLUX, "--processes", "4", *settings, *often, "--json")
-    assert code == 0, err
-    facts = json.loads(out)
+    facts = call_json("plan", _TINY_FLUX, "--processes", "4", *settings, *often)
     cost = facts["cost"]
     low, high = cost["stages"]
     assert [(each["name"], each["steps"]) for each in (low, high)] == [("low", 300), ("high", 700)]
@@ -372,12 +362,12 @@ def test_what_the_whole_run_costs_with_failures(plan: _Call) -> None:
     assert re.search(r"A save every [\d:.]+.{0,9} loses least: ", said)
 
 
-def test_a_batch_that_does_not_divide_wastes_ranks(small: Callable[..., Path], call: _Call) -> None:
+def test_a_batch_that_does_not_divide_wastes_ranks(
+    small: Callable[..., Path], call: _Call, call_json: _CallJson
+) -> None:
     path = small("model.config={hidden_size=48, num_blocks=2}", "training.global_batch_size=6")
     options = ("--processes=4", "--per-node=2", "--link=1,1", "--device=h100")
-    code, out, _ = call("plan", path, *options, "--json")
-    assert code == 0
-    mesh = json.loads(out)["mesh"]
+    mesh = call_json("plan", path, *options)["mesh"]
     (row,) = mesh["sent"]
     assert (row["what"], row["ranks"], row["over"]) == ("gradients", 4, "network")
     assert mesh["sent_bytes"] == row["bytes"] > 0
@@ -387,14 +377,12 @@ def test_a_batch_that_does_not_divide_wastes_ranks(small: Callable[..., Path], c
     assert "25.0% of all places stay empty" in out
 
 
-def test_plan_refuses_what_train_would(small: Callable[..., Path], call: _Call) -> None:
+def test_plan_refuses_what_train_would(small: Callable[..., Path], refuse: _Refuse) -> None:
     path = small("parallel={strategy='hybrid', shard_size=3}", "training.global_batch_size=8")
-    code, out, err = call("plan", path, "--processes=4")
-    assert (code, out) == (2, "")
-    assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in err
-    code, _, err = call("plan", path, "--processes=3", "--link=quick")
-    assert code == 2
-    assert err.startswith("longtake: The link 'quick' cannot be read.")
+    said = refuse("plan", path, "--processes=4")
+    assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in said
+    said = refuse("plan", path, "--processes=3", "--link=quick")
+    assert said.startswith("longtake: The link 'quick' cannot be read.")
 
 
 _MISTAKES = {
@@ -413,12 +401,12 @@ _MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
-def test_a_mistake_becomes_one_message_and_exit_code_2(mistake: str, plan: _Call) -> None:
+def test_a_mistake_becomes_one_message_and_exit_code_2(
+    mistake: str, plan: _Call, refuse: _Refuse
+) -> None:
     options, message = _MISTAKES[mistake]
-    code, out, err = plan(_TINY_FLUX, *shlex.split(options))
-    assert (code, out) == (2, "")
+    said = refuse("plan", _TINY_FLUX, *shlex.split(options))
     before, dots, after = message.partition("...")
-    assert err.startswith(f"longtake: {before}")
-    assert err.endswith(f"{after}\n")
-    assert dots or err == f"longtake: {message}\n"
-    assert "Traceback" not in err
+    assert said.startswith(f"longtake: {before}")
+    assert said.endswith(f"{after}\n")
+    assert dots or said == f"longtake: {message}\n"

@@ -8,21 +8,20 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-import numpy as np
 import psutil
+from tests.build import wait_until
+from tests.data.build import section
 
 from longtake.board.pages import PAGES
-from longtake.data.clip import Media
+from longtake.data.buckets import sample_window
+from longtake.data.catalog import Catalog
 from longtake.data.decode_worker import DecodePool
-from longtake.data.encode import write_video
-from longtake.data.window import Window
 
 _SOURCE = Path(__file__).resolve().parents[2] / "src"
 _HEAVY = ("torch", "diffusers", "transformers", "peft", "torchao")
@@ -150,17 +149,16 @@ def test_a_watcher_loads_no_torch(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longtake", "watch", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as watcher:
         try:
-            _wait_until(lambda: any(tmp_path.glob("nodes/*/heartbeat.json")))
+            wait_until(lambda: any(tmp_path.glob("nodes/*/heartbeat.json")))
             assert "libtorch" not in _loaded(watcher.pid)
         finally:
             watcher.send_signal(signal.SIGINT)
 
 
-def test_a_decoding_process_loads_no_torch(tmp_path: Path) -> None:
+def test_a_decoding_process_loads_no_torch(shapes_catalog: Path) -> None:
     """It starts in a fraction of a second, and there are many of them."""
-    frames = np.random.default_rng(0).integers(0, 256, (4, 32, 48, 3), np.uint8)
-    write_video(tmp_path / "clip.mp4", frames, fps=8)
-    window = _window_of(tmp_path / "clip.mp4")
+    data = section()
+    window = sample_window(Catalog.load(shapes_catalog).clip(0), data.buckets[0], data, seed=0)
     before = {child.pid for child in psutil.Process().children()}
     with DecodePool(1) as pool:
         pool.submit(window).result(_SECONDS)
@@ -237,34 +235,3 @@ def _run_python(code: str, *arguments: str) -> str:
 def _loaded(pid: int) -> str:
     """Names of the files that a process has mapped."""
     return Path(f"/proc/{pid}/maps").read_text()
-
-
-def _wait_until(is_so: Callable[[], bool]) -> None:
-    until = time.monotonic() + _SECONDS
-    while not is_so():
-        assert time.monotonic() < until
-        time.sleep(0.05)
-
-
-def _window_of(path: Path) -> Window:
-    return Window(
-        identity=path.stem,
-        media=Media(str(path)),
-        kind="video",
-        stream_index=0,
-        rotation=0,
-        source_height=32,
-        source_width=48,
-        start=0,
-        num_frames=4,
-        stride=1,
-        timestamps=(),
-        seek_to=None,
-        scaled_height=32,
-        scaled_width=32,
-        top=0,
-        left=0,
-        height=32,
-        width=32,
-        is_flipped=False,
-    )

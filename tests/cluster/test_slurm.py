@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from tests.build import wait_until
+from tests.recipes import bare_recipe
 
-from longtake import config
 from longtake.cluster.options import LaunchOptions
 from longtake.cluster.slurm import BatchJob, SlurmOptions
 from longtake.errors import LongtakeError
@@ -21,15 +21,7 @@ from longtake.errors import LongtakeError
 def job(tmp_path: Path) -> BatchJob:
     """A job of 24 nodes of 8 GPUs, in a folder with a space and a quote in its name."""
     folder = tmp_path / "it's mine"
-    recipe = config.parse(
-        {
-            "out": str(folder / "run"),
-            "data": {"catalog": "c", "buckets": [{"num_frames": 1, "height": 32, "width": 32}]},
-            "model": {"family": "tubelet"},
-            "training": {"steps": 1, "global_batch_size": 1},
-        },
-        "test",
-    )
+    recipe = bare_recipe(folder / "run")
     changes = ("data.catalog=of $HOME.parquet", "training.steps=9")
     launch = LaunchOptions(folder / "a recipe.toml", changes, recipe, nodes=(24, 24))
     slurm = SlurmOptions(gpus=8, time="1-12:00:00")

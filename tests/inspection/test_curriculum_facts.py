@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 from tests.data import build
 from tests.data.catalogs import make_catalog
+from tests.recipes import bare_recipe
 
-from longtake import config
 from longtake.config import Bucket, Recipe, Stage
 from longtake.data.catalog import Catalog, Duplicate, Rejection
 from longtake.data.clip import Clip, Timing
@@ -44,13 +44,9 @@ def clip(number: int, **changes: Any) -> Clip:
 
 def recipe_of(data: dict[str, Any], steps: int = 20, batch_size: int = 4) -> Recipe:
     """A recipe of which only the data plays a part."""
-    values = {
-        "out": "runs/none",
-        "data": {"catalog": "none.parquet", "buckets": [WIDE, SQUARE, TALL], **data},
-        "model": {"family": "tubelet"},
-        "training": {"steps": steps, "global_batch_size": batch_size},
-    }
-    return config.parse(values, "a test")
+    training = {"steps": steps, "global_batch_size": batch_size}
+    data = {"buckets": [WIDE, SQUARE, TALL], **data}
+    return bare_recipe(Path("runs/none"), data=data, training=training)
 
 
 def planned(catalog: Catalog, recipe: Recipe) -> tuple[Plan, dict[str, Any]]:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.fuzz.mutations import damage_json, damage_lines
+from tests.recipes import bare_recipe
 
-from longtake import config
 from longtake.errors import LongtakeError, RecordError
 from longtake.inspection.rows import read_rows
 from longtake.inspection.series import SERIES, abandoned_branches, read_series
@@ -33,20 +33,7 @@ class Writer:
     def __init__(self, path: Path) -> None:
         path.mkdir()
         self.run = RunDirectory(path)
-        self.run.create(
-            config.parse(
-                {
-                    "out": str(path),
-                    "data": {
-                        "catalog": "clips.parquet",
-                        "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
-                    },
-                    "model": {"family": "tubelet"},
-                    "training": {"steps": 100, "global_batch_size": 4},
-                },
-                "test",
-            )
-        )
+        self.run.create(bare_recipe(path))
 
     def event(self, time: float, event: str, /, path: Path | None = None, **facts: Any) -> None:
         when = datetime.fromtimestamp(_BEGIN + time, UTC).isoformat()
