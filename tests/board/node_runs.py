@@ -11,7 +11,7 @@ from typing import Any
 from tests.monitor.build import make_diagnosis, make_dump, make_process, make_thread
 from tests.recipes import bare_recipe
 
-from longtake.fsio import write_json
+from longtake.fsio import write_once
 from longtake.monitor.stall_record import Suspect, WaitingRanks
 from longtake.node_dir import NodeDirectory, diagnosis_path
 from longtake.run_dir import RunDirectory
@@ -131,7 +131,7 @@ def add_stall(
         "a collective", tuple(rank for rank in range(len(nodes)) if rank != cause), 1
     )
     facts = {"token": token, "time": time, "host": nodes[0].host, "sentence": sentence}
-    write_json(
+    write_once(
         diagnosis_path(run, token), make_diagnosis(suspect, waiting=(waiting,), **facts).as_dict()
     )
     return token

@@ -5,21 +5,21 @@ import os
 import re
 import shlex
 import shutil
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from tests.data.build import clip
 from tests.data.catalogs import make_catalog
+from tests.recipes import bare_recipe
 
-from longtake import config
 from longtake.cli.app import app
 from longtake.config import STEM
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip, Media
+from longtake.data.clip import Media
 from longtake.errors import DataError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.inspection.facts import (
@@ -38,6 +38,8 @@ from longtake.run_dir import RunDirectory
 
 
 def test_a_run_is_summed_up(told: RunDirectory) -> None:
+    checkpoint = told.checkpoint_path(12)
+    shutil.copytree(checkpoint, checkpoint.with_name(f"{checkpoint.name}.bak"))  # not the run's
     facts = run_facts(told)
     assert (facts["family"], facts["steps"], facts["total_steps"]) == ("tubelet", 24, 40)
     assert (facts["state"], facts["abandoned_rows"]) == ("interrupted", 8)
@@ -119,12 +121,6 @@ def test_checkpoints_that_a_rollback_gave_up_are_told_apart(killed: RunDirectory
     assert abandoned == [(12, False), (24, True)]
 
 
-def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
-    path = told.checkpoint_path(12)
-    shutil.copytree(path, path.with_name(f"{path.name}.bak"))
-    assert [each["step"] for each in run_facts(told)["checkpoints"]] == [12, 24]
-
-
 @pytest.mark.parametrize(
     ("path", "given"),
     [
@@ -135,36 +131,15 @@ def test_only_the_runs_own_checkpoints_are_listed(told: RunDirectory) -> None:
 def test_the_suggested_sample_has_a_clips_further_inputs(
     path: str, given: str, tmp_path: Path
 ) -> None:
-    clip = Clip(
-        identity="0" * 32,
-        media=Media(path),
-        kind="image",
-        caption="a cat's hat",
-        num_frames=1,
-        height=32,
-        width=32,
-        fps=0.0,
-        duration_seconds=0.0,
-        stream_index=0,
-        rotation=0,
-        codec="png",
-        pix_fmt="rgb24",
-    )
-    text = f"""
-    out = "{tmp_path / "run"}"
-    model.family = "flux"
-    training = {{ steps = 4, global_batch_size = 1 }}
-    [data]
-    catalog = "clips.parquet"
-    buckets = [{{ num_frames = 1, height = 32, width = 32 }}]
-    conditioning.before = {{ kind = "picture", path = "../before/<stem>.png" }}
-    """
-    recipe = config.parse(tomllib.loads(text.replace("<stem>", STEM)), source="test")
-    run = RunDirectory(recipe.out)
+    shape = {"num_frames": 1, "height": 32, "width": 32}
+    before = {"kind": "picture", "path": f"../before/{STEM}.png"}
+    data = {"buckets": [shape], "conditioning": {"before": before}}
+    run = RunDirectory(tmp_path / "run")
     run.path.mkdir()
-    run.create(recipe)
+    run.create(bare_recipe(run.path, model={"family": "flux"}, data=data))
     run.catalogs_path.mkdir()
-    make_catalog([clip]).save(run.catalogs_path / "0.parquet")
+    picture = clip(0, media=Media(path), kind="image", caption="a cat's hat", num_frames=1)
+    make_catalog([picture]).save(run.catalogs_path / "0.parquet")
     words = shlex.split(command_to_sample(run))
     assert words[:3] == ["longtake", "sample", str(run.path)]
     assert words[3:] == [
@@ -301,48 +276,26 @@ def test_a_damaged_report_is_named(told: RunDirectory) -> None:
     assert step_facts(told, 20, 1)["report"]["step"] == 20
 
 
-_SENTENCE = "gpu07: rank 3 has been in read (decode.py:88) for 12 s"
-
-
 def _incidents(run: RunDirectory) -> list[dict[str, Any]]:
     return incidents(list(read_events(run)), read_rows(run))
 
 
-def _befall(run: RunDirectory) -> None:
-    node = NodeDirectory(run, "gpu07")
-    node.append_event("watcher_started", pid=1)
-    node.append_event("stalled", step=4, sentence=_SENTENCE)
-    node.append_event("clock_stepped", seconds=-2.5, message="the clock went back by 2.5 s")
-
-
 def test_what_is_of_a_step_is_placed_there_and_the_rest_by_its_time(told: RunDirectory) -> None:
     """A stall after four steps is in the fifth; a clock's step has no step but a time."""
-    _befall(told)
-    rows = read_rows(told)
-    found = [(each["event"], each["at"]) for each in incidents(list(read_events(told)), rows)]
-    assert found == [("stalled", 5), ("clock_stepped", rows.step[-1])]
-
-
-def test_a_trouble_is_told_with_its_node(told: RunDirectory) -> None:
-    _befall(told)
-    stalled, stepped = _incidents(told)
-    assert incident_sentence(stalled) == f"stalled: {_SENTENCE}"
-    assert (
-        incident_sentence(stepped) == "clock stepped -2.5 s on gpu07: the clock went back by 2.5 s"
-    )
+    node, sentence = NodeDirectory(told, "gpu07"), "gpu07: rank 3 has been in read for 12 s"
+    node.append_event("watcher_started", pid=1)
+    node.append_event("stalled", step=4, sentence=sentence)
+    node.append_event("clock_stepped", seconds=-2.5, message="the clock went back by 2.5 s")
+    newest = read_rows(told).step[-1]
+    assert [(each["event"], each["at"], incident_sentence(each)) for each in _incidents(told)] == [
+        ("stalled", 5, f"stalled: {sentence}"),
+        ("clock_stepped", newest, "clock stepped -2.5 s on gpu07: the clock went back by 2.5 s"),
+    ]
 
 
 def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -> None:
-    facts = {
-        "rank": 3,
-        "world_size": 4,
-        "launch": "a",
-        "pid": 7,
-        "step": 4,
-        "phase": "backward",
-        "kind": "killed",
-        "log": "rank_0003.log",
-    }
+    facts = {"rank": 3, "world_size": 4, "launch": "a", "pid": 7, "step": 4}
+    facts |= {"phase": "backward", "kind": "killed", "log": "rank_0003.log"}
     node = NodeDirectory(told, "gpu07")
     reason = "rank 3 (process 7) is gone without having ended: step 4, backward."
     node.append_event("rank_failed", **facts, source="watcher", error="gone", reason=reason)
@@ -412,6 +365,7 @@ def test_the_newest_result_stands_for_a_preset(
 
 def test_what_failed_is_told_until_there_is_a_result(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
+    assert evaluated(run) == []
     claim = EvaluationDirectory(run).claim_path("low4s", 100, "abcd1234")
     for reason in ("no space left", "still none"):
         lease = Leases(60, {}).take(claim)
@@ -420,7 +374,3 @@ def test_what_failed_is_told_until_there_is_a_result(tmp_path: Path) -> None:
     (found,) = evaluated(run)
     assert found["failed"] == [{"step": 100, "reason": "still none", "attempts": 2}]
     assert _evaluated(found) == ["step 100 failed 2 times: still none"]
-
-
-def test_a_run_that_nobody_evaluates_has_nothing_to_tell(tmp_path: Path) -> None:
-    assert evaluated(RunDirectory(tmp_path)) == []

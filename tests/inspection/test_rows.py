@@ -291,52 +291,41 @@ def test_rows_that_were_read_before_are_not_read_again(
     assert len(read_rows(told, rows)) == 0
 
 
-def _touch(run: RunDirectory, _: Path) -> None:
-    os.utime(run.metrics_path, (1, 1))
+def _flip(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
 
 
-def _shorten(run: RunDirectory, _: Path) -> None:
-    run.metrics_path.write_bytes(run.metrics_path.read_bytes().partition(b"\n")[0] + b"\n")
+def _make_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
-def _rewrite(run: RunDirectory, _: Path) -> None:
-    data = run.metrics_path.read_bytes()
-    run.metrics_path.write_bytes(data.replace(b'"step":24', b'"step":25') + data)
+_CHANGES: dict[str, Callable[[Path, Path], object]] = {
+    "a newer file": lambda metrics, _: os.utime(metrics, (1, 1)),
+    "a shorter file": lambda metrics, _: metrics.write_bytes(
+        metrics.read_bytes().partition(b"\n")[0] + b"\n"
+    ),
+    "other lines": lambda metrics, _: metrics.write_bytes(
+        metrics.read_bytes().replace(b'"step":24', b'"step":25') + metrics.read_bytes()
+    ),
+    "another file": lambda metrics, _: fsio.write_text(metrics, 2 * metrics.read_text()),
+    "a damaged cache": lambda _, cache: _flip(cache),
+    "a shorter cache": lambda _, cache: cache.write_bytes(cache.read_bytes()[:-20]),
+    "a cache that lies": lambda _, cache: cache.write_bytes(
+        b'{"format": 1, "num_rows": 99999999999999}\n'
+    ),
+    "a pipe as cache": lambda _, cache: _make_pipe(cache),
+}
 
 
-def _replace(run: RunDirectory, _: Path) -> None:
-    data = run.metrics_path.read_bytes()
-    with fsio.atomic_write(run.metrics_path) as partial:
-        partial.write_bytes(data + data)
-
-
-def _damage(_: RunDirectory, cache: Path) -> None:
-    data = cache.read_bytes()
-    cache.write_bytes(data[:-9] + bytes([data[-9] ^ 1]) + data[-8:])
-
-
-def _cut(_: RunDirectory, cache: Path) -> None:
-    cache.write_bytes(cache.read_bytes()[:-20])
-
-
-def _fake(_: RunDirectory, cache: Path) -> None:
-    cache.write_bytes(b'{"format": 1, "num_rows": 99999999999999}\n')
-
-
-def _pipe(_: RunDirectory, cache: Path) -> None:
-    cache.unlink()
-    os.mkfifo(cache)
-
-
-@pytest.mark.parametrize(
-    "change", [_touch, _shorten, _rewrite, _replace, _damage, _cut, _fake, _pipe]
-)
+@pytest.mark.parametrize("change", _CHANGES)
 def test_a_cache_of_another_file_or_a_damaged_one_is_not_used(
-    told: RunDirectory, cache: Path, parsed: list[int], change: Callable[[RunDirectory, Path], None]
+    told: RunDirectory, cache: Path, parsed: list[int], change: str
 ) -> None:
     read_rows(told)
     (path,) = cache.iterdir()
-    change(told, path)
+    _CHANGES[change](told.metrics_path, path)
     assert _same(read_rows(told), told)
     assert parsed[1] == told.metrics_path.stat().st_size
 

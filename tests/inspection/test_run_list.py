@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,8 @@ def _one(folder: Path) -> RunSummary:
 def test_what_is_said_of_a_run(told: RunDirectory) -> None:
     found = _one(told.path.parent)
     assert found.problem is None
-    assert (found.path, found.family, found.created) == (
-        *("run", "tubelet"),
-        told.record()["created"],
-    )
+    created = told.record()["created"]
+    assert (found.path, found.family, found.created) == ("run", "tubelet", created)
     assert (found.steps, found.total_steps, found.state) == (24, 40, "interrupted")
     newest = told.metrics()[-1]
     assert found.loss == newest["loss"]
@@ -67,17 +66,11 @@ def test_the_share_of_training_is_that_of_the_timeline(
             times = {"step_seconds": 1.0, "data_seconds": 0.2, "time": 1.8e9 + step}
             file.write(json.dumps({**line, "step": step, "batch": step, **times}) + "\n")
     assert told.metrics_path.stat().st_size > 2**18
+    started = {"event": "startup_timing", "step": 1, "total": 100}
+    started |= {"seconds": {}, "slowest": {}, "down_seconds": None}
     events = [
         {"time": "2027-01-15T08:00:00+00:00", "event": "launched", "step": 0},
-        {
-            "time": "2027-01-15T08:00:01+00:00",
-            "event": "startup_timing",
-            "step": 1,
-            "seconds": {},
-            "total": 100,
-            "slowest": {},
-            "down_seconds": None,
-        },
+        {"time": "2027-01-15T08:00:01+00:00", **started},
     ]
     told.events_path.write_text("".join(json.dumps(each) + "\n" for each in events))
     told.rollbacks_path.unlink()
@@ -130,28 +123,18 @@ def _sample(run: RunDirectory, preset: str, step: int, *names: str) -> Path:
     return folder
 
 
-def test_the_newest_sample_is_named_and_alarms_of_each_preset(told: RunDirectory) -> None:
+def test_the_newest_sample_is_named_and_alarms_of_each_preset(
+    told: RunDirectory, add_scores: Callable[..., Path]
+) -> None:
     _sample(told, "big", 9, "00_s0.mp4", "sheet.png")
     _sample(told, "small", 12, "sheet.png", "01_s0.mp4", "00_s0.mp4", "scores.json", "x.txt")
     assert _one(told.path.parent).sample == "run/evaluations/small/step_00000012/00_s0.mp4"
-    folder = _sample(told, "small", 20, "sheet.png")
-    assert _one(told.path.parent).sample == "run/evaluations/small/step_00000020/sheet.png"
     alarm = {"measure": "brightness", "kind": "drift", "message": "brightness rose"}
-    scores = {
-        "preset": "small",
-        "step": 20,
-        "key": "k",
-        "weights": "model",
-        "server": "s",
-        "time": told.record()["created"],
-        "settings": {"fps": 8},
-        "videos": [],
-        "measures": {},
-        "alarms": [alarm, {**alarm, "kind": "range"}],
-        "seconds": {},
-    }
-    (folder / "scores.json").write_text(json.dumps(scores))
-    assert _one(told.path.parent).alarms == ("brightness rose",)
+    folder = add_scores(told, "small", 20, alarms=[alarm, {**alarm, "kind": "range"}])
+    (folder / "sheet.png").touch()
+    found = _one(told.path.parent)
+    assert found.sample == "run/evaluations/small/step_00000020/sheet.png"
+    assert found.alarms == ("brightness rose",)
 
 
 def test_samples_behind_links_are_not_named(told: RunDirectory, tmp_path: Path) -> None:

@@ -93,24 +93,13 @@ def test_marks_of_nodes_and_launches(writer: Writer) -> None:
     writer.event(0, "launched", step=0, world_size=2, device="cuda")
     for step in range(1, 10):
         writer.step(step, step)
-    failed: dict[str, Any] = {
-        "rank": 1,
-        "world_size": 2,
-        "launch": "a",
-        "pid": 7,
-        "phase": "forward",
-    }
-    failed |= {"kind": "killed", "error": "killed by SIGKILL", "step": 9}
+    failed: dict[str, Any] = {"rank": 1, "world_size": 2, "launch": "a", "pid": 7}
+    failed |= {"phase": "forward", "kind": "killed", "error": "killed by SIGKILL", "step": 9}
     for source in ("watcher", "launcher"):
         writer.node_event(10, "rank_failed", **failed, source=source)
     writer.node_event(5.5, "disk_full", message="the disk is full")
-    stall: dict[str, Any] = {
-        "launch": "a",
-        "token": "t",
-        "step": 6,
-        "sentence": "rank 0 waits for a clip",
-    }
-    writer.node_event(7.5, "stalled", **stall)
+    sentence = "rank 0 waits for a clip"
+    writer.node_event(7.5, "stalled", launch="a", token="t", step=6, sentence=sentence)
     writer.node_event(8, "stall_cleared", token="t", seconds=120.0)
     writer.event(20, "resumed", step=5, lost_steps=4, world_size=2, device="cuda")
     writer.event(21, "data_changed", step=5, changes="6 clips added")
@@ -120,16 +109,10 @@ def test_marks_of_nodes_and_launches(writer: Writer) -> None:
     seconds = {"1": 0.1875, "2": 0.586}
     writer.event(32, "threads_chosen", step=8, threads=1, before=2, seconds=seconds, bitwise=True)
     marks = [(each.step, each.kind, each.text, each.span) for each in writer.marks()]
+    resumed = "resumed at step 5: world size 2, device cuda"
     assert marks == [
         (0, "launch", "launched at step 0: world size 2, device cuda", None),
-        (
-            *(
-                5,
-                "restart",
-                "resumed at step 5: world size 2, device cuda; 4 steps had not been saved",
-            ),
-            (6, 9),
-        ),
+        (5, "restart", f"{resumed}; 4 steps had not been saved", (6, 9)),
         (5, "data", "data changed at step 5: changes 6 clips added", None),
         (5, "drift", "drift alert at step 5: message brightness rose", None),
         (6, "disk", "disk full on vm: the disk is full", None),
@@ -217,19 +200,13 @@ def test_a_launch_without_steps_is_starting_and_the_rest_is_named_other(writer: 
     writer.event(10, "launched", step=0)
     writer.step(1, 12)
     writer.step(2, 22)  # of 10 seconds, only 1 is the step's
-    assert writer.parts() == {
-        "training": 1.5,
-        "waiting for data": 0.5,
-        "starting": 9.0,
-        "down": 2.0,
-        "other": 9.0,
-    }
-
-
-def test_steps_without_events_are_a_launch(writer: Writer) -> None:
+    steps = {"training": 1.5, "waiting for data": 0.5}
+    assert writer.parts() == {**steps, "starting": 9.0, "down": 2.0, "other": 9.0}
+    writer.run.events_path.unlink()
+    writer.run.metrics_path.unlink()
     writer.step(1, 1)
     writer.step(2, 2)
-    assert writer.parts() == {"training": 1.5, "waiting for data": 0.5}
+    assert writer.parts() == steps  # without events they are a launch
 
 
 def test_a_clock_that_was_set_back_loses_no_seconds(writer: Writer) -> None:
