@@ -1,4 +1,4 @@
-"""The files of checkpoints: COMMITTED, detection of damage, retention and deletion.
+"""The files of checkpoints: the list COMMITTED, detection of damage, retention and deletion.
 
 A checkpoint is a folder with `model/`, `ema/<profile>/`, `optimizer/` (torch's distributed
 checkpoints), `trainer.json`, and COMMITTED, which is written last. This module imports no torch.
@@ -25,19 +25,22 @@ from longtake.trust import refuse_foreign_code
 
 FORMAT: Final = 2
 BLOCK_BYTES: Final = 2**20
-"""Bytes per checksum; a reader of a part of a file verifies only the blocks that contain it."""
+"""Bytes of a file per checksum; a reader of a part of a file verifies only the blocks that contain
+it."""
 STALE_SECONDS = 900.0
-"""Age, relative to the newest COMMITTED, at which a heartbeat of a dead server stops to count."""
+"""Age of an evaluation server's heartbeat, in seconds before the newest COMMITTED, from which the
+server counts as dead."""
 NOTHING_KNOWN: Final[Mapping[Path, str]] = MappingProxyType({})
 _DIGITS = 16
-"""Hexadecimal digits of a checksum in COMMITTED."""
+"""Number of hexadecimal digits of a checksum in COMMITTED."""
 _BUFFER_BYTES = 2**16
-"""Buffer that joins small writes: torch makes a dozen for each tensor."""
+"""Bytes of the buffer that joins small writes: torch makes a dozen for each tensor."""
 _DROP_BYTES = 2**23
 """Written bytes after which the kernel is asked to write them to disk and drop their pages. Pages
 that are reused at once are cheaper than new ones: this saves a third of the CPU time of a save."""
 _KEPT_BLOCKS = 4
-"""Blocks of a file in memory; torch reads the end of a tensor before its beginning."""
+"""Number of a file's blocks that a reader keeps: torch reads a tensor's end before its
+beginning."""
 LINK_REMEDY = (
     "mount or restore what the link points to, or delete the link, and start the same command again"
 )
@@ -67,13 +70,13 @@ class CommittedRecord(TypedDict):
 
 @fsio.with_other_fields
 class Trainer(TypedDict):
-    """Fields that every trainer.json has."""
+    """Fields that the trainer.json of every checkpoint has."""
 
     global_step: fsio.Count
 
 
 class SampledTrainer(Trainer):
-    """Fields of trainer.json that sampling reads."""
+    """Fields of a checkpoint's trainer.json that sampling reads."""
 
     precision: Literal["bf16", "fp32"]
 
@@ -84,7 +87,7 @@ def list_files(folder: Path) -> list[str]:
 
 
 def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
-    """Return the sizes and checksums of files, by name in the folder."""
+    """Compute the sizes and checksums of a checkpoint's files, by name in its folder."""
     entries: dict[str, FileEntry] = {}
     for name in names:
         with fsio.open_regular(folder / name) as file:
@@ -95,7 +98,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> dict[str, FileEntry]:
 
 
 def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Write COMMITTED, and wait until it is on disk."""
+    """Write COMMITTED, which makes a checkpoint complete, and wait until it is on disk."""
     fsio.write_json(
         folder / _COMMITTED,
         {"format": FORMAT, "block_bytes": BLOCK_BYTES, "files": dict(sorted(entries.items()))},
@@ -103,7 +106,7 @@ def commit(folder: Path, entries: Mapping[str, FileEntry]) -> None:
 
 
 def read_committed(folder: Path) -> dict[str, FileEntry]:
-    """Return the entries of COMMITTED, by name in the folder.
+    """Read sizes and checksums of a checkpoint's files from its COMMITTED, by name.
 
     Raises:
         OSError: it cannot be read; FileNotFoundError: it does not exist.
@@ -133,11 +136,11 @@ def load_trainer(path: Path, kind: type[_T]) -> _T:
 
 
 class DamagedFileError(errors.CheckpointError):
-    """A file of a checkpoint is not as it was saved; the message names it and the difference."""
+    """Raised for a checkpoint's file that is not as it was saved; the message tells how."""
 
 
 class DamagedCheckpointError(errors.CheckpointError):
-    """A checkpoint cannot be used because one of its files is damaged."""
+    """Raised for a checkpoint that cannot be used because one of its files is damaged."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} is damaged: {reason}. Use an earlier checkpoint.")
@@ -182,14 +185,14 @@ class _HashedFile(io.FileIO):
 
 
 class ChecksummedFile(io.BufferedWriter):
-    """A buffered writer of a new file; its checksums are known after it is closed."""
+    """A buffered writer of a checkpoint's file; its checksums are known after it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._file = _HashedFile(path)
         super().__init__(self._file, _BUFFER_BYTES)
 
     def fileno(self) -> int:
-        """Return the descriptor after flushing the buffer, so that it can be synced to disk."""
+        """Return the file descriptor after flushing, so that the file can be synced to disk."""
         self.flush()
         return super().fileno()
 
@@ -312,7 +315,7 @@ def newest_whole(run: RunDirectory, part: str = "") -> Path | None:
 
 
 def passed_over(run: RunDirectory, step: int) -> list[str]:
-    """Describe each committed but incomplete checkpoint after a step."""
+    """Describe each checkpoint after a step that is committed but not complete."""
     newer = (run.checkpoint_path(each) for each in run.checkpoint_steps() if each > step)
     damaged = ((path, find_damage(path, checksums=False)) for path in newer)
     return [describe_damage(path, reason) for path, reason in damaged if reason]
@@ -323,7 +326,7 @@ def describe_damage(path: Path, reason: str) -> str:
 
 
 class LatestCheckpoint(NamedTuple):
-    """The newest checkpoint that a run can resume from."""
+    """The newest checkpoint that a run can resume from, and newer ones that are damaged."""
 
     path: Path | None  # None: no checkpoint is whole
     damaged: tuple[tuple[Path, str], ...]  # newer checkpoints, newest first, with their damage
@@ -332,10 +335,10 @@ class LatestCheckpoint(NamedTuple):
 def newest_undamaged(
     run: RunDirectory, at_most: int | None = None, known: Mapping[Path, str] = NOTHING_KNOWN
 ) -> LatestCheckpoint:
-    """Return the newest checkpoint with complete files and a readable trainer.json.
+    """Find the newest checkpoint with complete files and a readable trainer.json.
 
     Args:
-        run: whose checkpoints are looked at.
+        run: run whose checkpoints are looked at.
         at_most: latest step that counts.
         known: damage found before, by checkpoint, which is not looked for again.
     """
@@ -468,7 +471,7 @@ def _folders(run: RunDirectory) -> dict[int, Path]:
 
 
 def needed_steps(run: RunDirectory) -> set[int]:
-    """Return the steps that evaluation servers need, from `needs` in their fresh heartbeats.
+    """Return the steps whose checkpoints evaluation servers need, by their fresh heartbeats.
 
     Freshness compares two times of one file system: those of a heartbeat and of the newest
     COMMITTED. An unreadable heartbeat needs nothing.
@@ -492,7 +495,7 @@ def needed_steps(run: RunDirectory) -> set[int]:
 def unneeded_steps(
     steps: Collection[int], *, keep: int, keep_every: int | None, needed: Iterable[int], reach: int
 ) -> list[int]:
-    """Return the steps whose checkpoints may be deleted, ascending.
+    """Return the steps whose checkpoints the recipe no longer keeps, ascending.
 
     Args:
         steps: steps of all whole checkpoints.
@@ -521,7 +524,7 @@ def unneeded_steps(
 def prune(
     run: RunDirectory, saved: int, since: int, section: CheckpointSection, reach: int
 ) -> None:
-    """Delete checkpoints that are not needed, and remains of interrupted saves.
+    """Delete a run's checkpoints that are no longer needed, and remains of interrupted saves.
 
     Incomplete checkpoints do not count, and are deleted. So are those after `since`, the step of
     the save before `saved` or of the launch's beginning, as the run has resumed from before them:

@@ -39,7 +39,8 @@ from longtake.parallel.transfer import host_like
 from longtake.run_dir import RunDirectory
 
 State = dict[str, Any]
-"""A dict of tensors, possibly nested; DTensors are saved and loaded in shards."""
+"""State of a model or optimizer: a dict of tensors, possibly nested; DTensors are saved and loaded
+in shards."""
 
 _METADATA_CLASSES = (
     "_MEM_FORMAT_ENCODING",
@@ -68,7 +69,7 @@ def latest_checkpoint(
     checksums: bool = True,
     known: Mapping[Path, str] = files.NOTHING_KNOWN,
 ) -> files.LatestCheckpoint:
-    """Return the newest checkpoint that is not damaged; all ranks must call it.
+    """Find a run's newest checkpoint that is not damaged; all ranks must call it.
 
     Args:
         run: whose checkpoints are looked at.
@@ -97,7 +98,7 @@ def latest_checkpoint(
 
 
 def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None = None) -> None:
-    """Fill the given states in place from a checkpoint, resharding them if necessary.
+    """Fill states (weights, averages, optimizers) from a checkpoint, resharding them if necessary.
 
     All ranks must call it. Parts are `model`, `ema/<profile>` and `optimizer`; parts that are not
     asked for need not exist. The bytes that a rank reads are compared with their checksums.
@@ -135,7 +136,7 @@ def load_parts(path: Path, parts: Mapping[str, State], world: mesh.World | None 
 
 
 def part_shapes(path: Path, part: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each entry of a checkpoint's part; () for entries other than tensors.
+    """Return the shape of each tensor in a checkpoint's part; () for other entries.
 
     Raises:
         DamagedFileError: the part's metadata is damaged.
@@ -147,7 +148,7 @@ def part_shapes(path: Path, part: str) -> dict[str, tuple[int, ...]]:
 
 
 class _VerifiedFiles(FileSystem):
-    """A file system for torch that compares what is read with a checkpoint's checksums."""
+    """Lets torch read a checkpoint's files, comparing what is read with their checksums."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -177,7 +178,7 @@ class CheckpointReader(FileSystemReader):
         self._checkpoint, self._part = path, part
 
     def find_damage(self) -> str | None:
-        """Find files of the part with a wrong size, or a wrong checksum of `.metadata`."""
+        """Find files of this part with a wrong size, or with a wrong checksum of `.metadata`."""
         folder, part = self._checkpoint, self._part
         return files.find_damage(folder, checksums=False, within=f"{part}/") or files.find_damage(
             folder, checksums=True, within=f"{part}/.metadata"
@@ -204,7 +205,10 @@ class CheckpointReader(FileSystemReader):
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """Loads entries that are not tensors, such as learning rates, by a restricted unpickler."""
+    """Loads a checkpoint's entries that are not tensors, such as learning rates.
+
+    They are unpickled without running code.
+    """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         loaded = torch.load(value, weights_only=True)
@@ -217,7 +221,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 def _no_path(*_parts: object) -> None:
-    """Unpickle the path at which a checkpoint was saved as None, since nothing reads it."""
+    """Unpickle as None the path at which a checkpoint was saved, since nothing reads it."""
 
 
 @cache
@@ -238,7 +242,7 @@ def _allowed_globals() -> Mapping[tuple[str, str], Any]:
 
 
 def _damaged_file(error: BaseException) -> files.DamagedFileError | None:
-    """Return the damage that a rank has found while reading; every rank returns the same."""
+    """Return the damaged file that some rank found while loading; equal on every rank."""
     failures = error.failures if isinstance(error, CheckpointException) else {0: (error, None)}
     found = (each for _, (each, _) in sorted(failures.items()))
     return next((each for each in found if isinstance(each, files.DamagedFileError)), None)
@@ -303,7 +307,7 @@ class Saver:
         _silence_single_process_warning()
 
     def save(self, step: int, parts: Mapping[str, State], trainer: Mapping[str, Any]) -> None:
-        """Start to save, as `write` does; returns when the state may change again.
+        """Start to save a checkpoint, as `write` does; returns when the state may change.
 
         Waits for a pending save first. A save that fails sets `failed`.
         """
@@ -317,7 +321,7 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """True if `checkpoint.minutes` have passed by rank 0's clock; false on other ranks."""
+        """True if a save is due by `checkpoint.minutes` and rank 0's clock; false on others."""
         minutes = self._section.minutes
         if minutes is None or not self.world.is_first:
             return False
@@ -334,14 +338,14 @@ class Saver:
         return finished if self.world.is_first else []
 
     def wait(self) -> None:
-        """Wait until no save is pending."""
+        """Wait until no save of a checkpoint is pending."""
         if self._pending is not None:
             heartbeat.set_phase("save")
             wait([self._pending])
         self._collect()
 
     def take_failure(self) -> errors.CheckpointError | None:
-        """Return and forget the failure of the last save, equal on every rank; None without one.
+        """Return the last save's failure, equal on every rank, and forget it; None without one.
 
         Waits for a pending save. All ranks must call it.
         """
@@ -386,11 +390,11 @@ class Saver:
 def keep_saver(
     run: RunDirectory, world: mesh.World, section: CheckpointSection, *, start: int, reach: int = 0
 ) -> Iterator[Saver]:
-    """Keep a saver during the block, and wait for its pending save at the end.
+    """Keep a saver of checkpoints while the context lasts, and wait for its pending save.
 
     It waits also after an error or Ctrl-C, but not after a defect or the loss of a rank: then the
-    save cannot be completed, and others wait for this process to end. If the block ends without an
-    error, a failed save is raised on every rank.
+    save cannot be completed, and others wait for this process to end. If the context ends without
+    an error, a failed save is raised on every rank.
     """
     saver, waits = Saver(run, world, section, start=start, reach=reach), True
     try:
@@ -412,7 +416,7 @@ def _prepare_thread(device: torch.device) -> None:
 
 
 class Staging:
-    """Copies states into host memory that is reused by the next copy, so that training continues.
+    """Copies states to host memory, from which a checkpoint is written while training continues.
 
     torch's own stagers are not used: `BlockingAsyncStager` cannot reuse memory without a GPU, and
     `DefaultStager` cannot copy the 8-bit states of an optimizer. The memory is as large as this
@@ -424,7 +428,7 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Copy nested dicts of tensors to host memory; this overwrites the copy before."""
+        """Copy nested dicts of tensors to host memory, in place of the last copy."""
         copied: dict[str, Any] = self._copied(parts, "")
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()  # copies from a GPU are asynchronous
@@ -438,7 +442,7 @@ class Staging:
         return copy.deepcopy(value)
 
     def _copied_tensor(self, tensor: Tensor, key: str) -> Tensor:
-        """Copy a tensor; one that is made of tensors (a DTensor, an 8-bit state) part by part."""
+        """Copy a tensor to host memory; a DTensor or an 8-bit state is copied part by part."""
         if not hasattr(tensor, "__tensor_flatten__"):
             buffer = self._buffers.get(key)
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
@@ -512,7 +516,7 @@ def write(
 
 
 def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> list[T]:
-    """Let every rank do some work, wait for all of them, and return the results by rank.
+    """Let every rank do its part of a save, wait for all, and return their results by rank.
 
     Raises:
         OSError: on every rank, if the work failed on any of them.
@@ -535,7 +539,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
 
 
 class _ChecksummedFiles(FileSystem):
-    """A file system for torch that computes checksums of a part's files while they are written.
+    """Lets torch write files of a checkpoint's part, computing their checksums meanwhile.
 
     If a disk is full it raises that error, where torch raises that a file is too short.
     """
@@ -561,9 +565,9 @@ class _ChecksummedFiles(FileSystem):
 
 
 class _Entries:
-    """Stream transforms without the overhead of torch's.
+    """Transforms of torch's checkpoint streams that do nothing, and so save time.
 
-    Those create a class for each entry of a file, and flush the file after it.
+    torch's own create a class for each entry of a file, and flush the file after it.
     """
 
     def transform_save_stream(self, _: WriteItem, stream: Any) -> tuple[Any, list[str]]:
@@ -571,7 +575,7 @@ class _Entries:
 
 
 class _Entry:
-    """A stream that ignores closing and flushing at the end of an entry."""
+    """Stream for one entry of a checkpoint's file that ignores closing and flushing."""
 
     def __init__(self, stream: Any) -> None:
         self.write = stream.write
@@ -584,10 +588,11 @@ class _Entry:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Saves a state that is the single entry of another one, and serialises equal numbers once.
+    """Saves the optimizer's state without torch's cost for each of its many equal numbers.
 
-    An optimizer has a dozen hyperparameters per parameter. torch would log two records for each of
-    them, and serialise each as a zip archive, in half of a save's CPU time.
+    The state is the single entry of another one. An optimizer has a dozen hyperparameters per
+    parameter. torch would log two records for each of them, and serialise each as a zip archive, in
+    half of a save's CPU time.
     """
 
     def __init__(self) -> None:
@@ -618,7 +623,7 @@ class _SavePlanner(DefaultSavePlanner):
 def _write_part(
     aside: Path, part: str, state: State, group: dist.ProcessGroup | None
 ) -> dict[str, files.FileEntry]:
-    """Write this rank's files of a part; returns their entries by name in the checkpoint."""
+    """Write this rank's files of a checkpoint's part; return their sizes and checksums by name."""
     # Tensors are on the CPU already. With copy-ahead, torch would wait after every 10 MB for the
     # current CUDA stream, on which training has queued seconds of work.
     writer = FileSystemWriter(aside / part, per_thread_copy_ahead=0)

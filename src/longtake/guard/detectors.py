@@ -43,7 +43,7 @@ VerdictReason = Literal[
 
 @dataclass(frozen=True)
 class GuardVerdict:
-    """A decision on a step before its update is applied.
+    """A decision of the guard on a training step, before its update is applied.
 
     `skip` drops the update; `roll_back` drops it and restores a checkpoint from before `began`;
     `stop` ends the run.
@@ -59,7 +59,7 @@ OK = GuardVerdict("ok")
 
 
 def judge(history: History, now: StepStatistics, settings: GuardSettings) -> GuardVerdict:
-    """Return the verdict of the first detector that objects to a step, or `OK`.
+    """Return the verdict of the first detector that finds a divergence in a step, or `OK`.
 
     Args:
         history: steps before `now`.
@@ -83,7 +83,10 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
 
 
 def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
-    """Return a verdict on NaN or inf: `skip` in loss or gradients, `roll_back` in the weights."""
+    """Return a verdict if a step has NaN or inf.
+
+    In loss or gradients it is `skip`, in the weights `roll_back`.
+    """
     now = window.now
     if not math.isfinite(now.weight_norm):
         rows = window.history.rows
@@ -108,23 +111,26 @@ def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
 # --- Jumps of the weight norm ---------------------------------------------------------------------
 
 _SPANS = {1: 16, 4: 32, 16: 64, 64: 192}
-"""Spans in steps over which jumps are looked for (the longest finds a drift), each with the least
-number of earlier changes to compare with: long spans overlap, so they need more."""
+"""Spans in steps over which jumps of the weight norm are looked for (the longest finds a drift),
+each with the least number of earlier changes to compare with: long spans overlap, so they need
+more."""
 _JUMP_SIGMAS = 12.0
-"""Least distance of a jump from the usual change, in robust standard deviations. Undisturbed runs
-reach 5."""
+"""Least distance of a jump of the weight norm from its usual change, in robust standard deviations.
+Undisturbed runs reach 5."""
 _JUMP_TIMES_LARGEST = 2.0
-"""Least distance of a jump, as a multiple of the largest one in the window. Undisturbed runs
-reach 1."""
+"""Least distance of a jump of the weight norm, as a multiple of the largest one in the window.
+Undisturbed runs reach 1."""
 _MIN_JUMP_FRACTION = 2e-3
-"""Least distance of a jump, as a share of the norm. The epoch-end defect behind this rule added
-0.7 % at once; an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
+"""Least distance of a jump, as a share of the weight norm. The epoch-end defect behind this rule
+added 0.7 % at once; an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
 _MOST_TIMES_THE_RATE = 12.0
-"""Earlier changes whose learning rate was lower by more than this factor are ignored."""
+"""Factor between learning rates: earlier changes of the weight norm whose rate was lower by more
+than this are ignored."""
 _MAX_STEPS_AFTER_EDGE = 16
-"""Steps after an edge in which a jump is attributed to the edge; fewer if epochs are short."""
+"""Number of steps after the edge of an epoch or stage in which a jump of the weight norm is
+attributed to the edge; fewer if epochs are short."""
 _JUMP_UPDATE_GROWTH = 3.0
-"""Growth factor of recent updates at which a jump of the weight norm is attributed to them."""
+"""Growth factor of recent updates from which a jump of the weight norm is attributed to them."""
 
 
 def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
@@ -149,7 +155,7 @@ def detect_weight_norm_jump(window: StepWindow) -> GuardVerdict | None:
 
 
 def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | None:
-    """Return the usual change of the norm in `span` steps if the last one is an outlier; else None.
+    """Return the weight norm's usual change in `span` steps if the last is an outlier, else None.
 
     Compares with at least `least` and at most `most` earlier changes; None if there are fewer. They
     are taken as they are, and as they would be at the learning rates of the last `span` updates:
@@ -191,7 +197,7 @@ def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | N
 
 
 def _growth_within_limits(rows: StepRows, span: int) -> float:
-    """Return the growth of the last `span` updates, limited to 1 and `_JUMP_UPDATE_GROWTH`."""
+    """Return the growth factor of the last `span` updates, from 1 to `_JUMP_UPDATE_GROWTH`."""
     sizes = np.linalg.norm(rows.select(rows.have_update).updates, axis=1)
     recent, past = sizes[-span:], sizes[:-span][-_NUM_NEWEST_UPDATES:]
     if len(past) < _MIN_USUAL_UPDATES:
@@ -237,19 +243,19 @@ def _weight_norm_verdict(
 # five edges in a row once in 60,000. They must also be twice as far off as any of those steps.
 
 _NUM_EDGES = 5
-"""Number of edges of epochs in a row that must show a recurring change."""
+"""Number of successive epochs at whose edges (ends) a change must recur."""
 _LEAST_BETWEEN, _MOST_BETWEEN = 8, 32
-"""Least and largest number of steps before an edge, in its epoch, that it is compared with."""
+"""Least and largest number of steps before an epoch's edge with which the edge is compared."""
 _TIMES_FURTHEST = 2.0
-"""Least distance of an edge from the usual value of the steps before it, as a multiple of their
-largest distance."""
+"""Least distance of an epoch's edge from the usual value of the steps before it, as a multiple of
+their largest distance."""
 _EDGE_UPDATE_GROWTH = 2.0
 _MIN_EDGES_FRACTION = 1e-3
-"""Least share of the weight norm that the recurring changes have added together."""
+"""Least share of the weight norm that the changes at the edges of epochs have added together."""
 
 
 def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
-    """Return `roll_back` if each of the last epochs ended with a change that is seen only there."""
+    """Return `roll_back` if each of the last epochs ended with a change seen only at their ends."""
     if window.now.edge is None or not window.is_warm:
         return None
     rows = window.past.append(window.row)
@@ -294,9 +300,10 @@ def detect_recurring_edge(window: StepWindow) -> GuardVerdict | None:
 def _excess_at_edges(
     values: Numbers, edges: NDArray[np.intp], between: Sequence[slice]
 ) -> tuple[Numbers, Numbers]:
-    """[edges] Return each edge's distance from the usual value before it, and that value.
+    """Return how far a value at epochs' edges lies from the usual one before, and that value.
 
-    The distances are 0 unless all edges exceed these steps, and to the same side.
+    Both are arrays [edges]. The distances are 0 unless all edges exceed these steps, and to the
+    same side.
     """
     usual = np.array([median(values[before]) for before in between])
     excess = values[edges] - usual
@@ -314,22 +321,23 @@ def _excess_at_edges(
 # weights they would shrink as weights grow.
 
 _MIN_SLOW = 32
-"""Number of recent updates from which their growth must exceed every earlier block's size."""
+"""Number of recent updates whose growth must exceed the size of every earlier block of updates."""
 _MIN_USUAL_UPDATES = 16
 """Least number of earlier updates that define the usual size of an update."""
 _NUM_NEWEST_UPDATES = 64
-"""Updates that count as newest. Adam's may shrink to a fifth in the first hundreds of steps."""
+"""Number of newest updates that define the usual size. Adam's may shrink to a fifth in the first
+hundreds of steps."""
 _MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 5.0
-"""Factors below and above the present rate within which updates are compared. If the noise of
-gradients, not the rate, limits an optimizer's updates, they keep their size while the rate falls
-fiftyfold."""
+"""Factors below and above the present learning rate within which updates are compared. If the noise
+of gradients, not the rate, limits an optimizer's updates, they keep their size while the rate
+falls fiftyfold."""
 _MAX_USUAL_UPDATES = 128
-"""Earlier updates that are sampled for the usual size: as good as all, and faster to sort."""
+"""Most earlier updates that are sampled for the usual size: as good as all, and faster to sort."""
 
 
 @dataclass(frozen=True)
 class _UpdateGrowth:
-    """Growth of the updates of one group of weights."""
+    """Growth of the optimizer's updates of one group of weights, compared with the usual size."""
 
     group: str
     recent: float  # median norm of the recent updates
@@ -347,7 +355,7 @@ class _UpdateGrowth:
 def _update_growth(
     window: StepWindow, num_recent: int, least_factor: float
 ) -> _UpdateGrowth | None:
-    """Return the group whose recent updates grew most; None if by at most `least_factor`."""
+    """Return the weight group whose updates grew most; None if by at most `least_factor`."""
     rows = window.same_stage.append(window.row)
     rows = rows.select(rows.have_update)
     if len(rows) <= num_recent:
@@ -391,7 +399,7 @@ Undisturbed runs reach 2.6 and 2.0. A learning rate raised tenfold gives 10, or 
 which round small updates up or away."""
 _RECENT_STEPS = 16
 _LEVEL_STEPS = 64
-"""Number of steps whose median loss or gradient norm is one level."""
+"""Number of steps whose median loss or gradient norm is one level of it."""
 _LOSS_RISE = 1.5
 """Least rise of the loss over its lowest level in the history; undisturbed runs reach 1.2."""
 _GRAD_NORM_RISE = 4.0
@@ -402,10 +410,12 @@ _LOSS_RISE_SIGMAS = 4.0
 """Least rise of the loss, in standard errors, for a rise of the gradient norm to count: losses of a
 model that has learnt four clips vary threefold."""
 _MAX_SHARE_ABOVE = 0.05
-"""Largest share of the lowest level's steps that may reach the recent gradient norm. With random
-sigmas in a small batch, one step in five may have six times the usual norm, by chance ten of 16."""
+"""Largest share of the steps at the lowest level that may reach the recent gradient norm. With
+random sigmas in a small batch, one step in five may have six times the usual norm, by chance ten
+of 16."""
 _RISE_SIGMAS = 6.0
-"""Least rise of a level in standard errors of its median, required in addition."""
+"""Least rise of the loss or gradient norm in standard errors of its median, required in
+addition."""
 _MEDIAN_ERROR = math.sqrt(math.pi / 2)
 """Standard error of the median of normal numbers, relative to that of their mean."""
 
@@ -421,7 +431,7 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
 
 
 def _level_verdict(window: StepWindow) -> GuardVerdict | None:
-    """Return a verdict if the loss has risen, or the gradient norm together with it."""
+    """Return a verdict if the loss has stayed higher, alone or together with the gradient norm."""
     rows = _without_annealed(window.same_shape.append(window.row))
     losses, grad_norms = _losses_without_captions_share(rows), rows.column("grad_norm")
     is_measured = np.isfinite(losses) & np.isfinite(grad_norms) & (grad_norms > 0)
@@ -443,14 +453,14 @@ def _level_verdict(window: StepWindow) -> GuardVerdict | None:
 
 
 def _without_annealed(rows: StepRows) -> StepRows:
-    """Leave out steps at a lower rate before the schedule restarted it, which raises the loss."""
+    """Leave out steps at a low learning rate before a restart of the schedule raised the loss."""
     rates, restarts = rows.column("rate"), rows.column("restarts")
     is_low = rates < median(rates[-_RECENT_STEPS:]) / _MOST_TIMES_A_LOWER_RATE
     return rows.select(~(is_low & (restarts < restarts[-1])))
 
 
 def _losses_without_captions_share(rows: StepRows) -> Numbers:
-    """[steps] Return logarithms of the loss as if each step had the same share of captions.
+    """Return logarithms of the loss [steps] as if each step had the same share of captions.
 
     A model that has learnt its clips has many times the loss on samples without a caption, so each
     loss is taken relative to the usual one of its population. NaN where a step has no sample.
@@ -475,7 +485,10 @@ def _rise(logs: Numbers) -> float:
 
 
 def _lowest_level(logs: Numbers) -> Numbers:
-    """[_LEVEL_STEPS] Return the successive steps with the lowest median, before the recent ones."""
+    """Return the values [_LEVEL_STEPS] of the steps in a row with the lowest median.
+
+    The recent steps are not among them.
+    """
     past = logs[: len(logs) - _RECENT_STEPS]
     # The steps that fill no level are cut off at the oldest end.
     levels = past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS)
@@ -509,16 +522,18 @@ def _rise_verdict(name: str, steps: Numbers, logs: Numbers, rise: float) -> Guar
 # --- Spikes ---------------------------------------------------------------------------------------
 
 _USUAL_STEPS = 32
-"""Newest steps that define the usual value, since a falling loss leaves older ones behind."""
+"""Number of newest steps that define the usual loss, since a falling loss leaves older ones
+behind."""
 _MIN_SAME_SHAPE = 16
-"""Least number of steps with this clip shape or noise level that define a usual value."""
+"""Least number of steps with this clip shape or noise level that define a usual loss."""
 _MIN_NOISE = 0.02
-"""Least standard deviation of logarithms; else any change of nearly equal losses is a spike."""
+"""Least standard deviation of a loss's logarithms; else any change of nearly equal losses is a
+spike."""
 
 
 @dataclass(frozen=True)
 class _Excess:
-    """Distance of a number above the usual one, in logarithms."""
+    """How far a step's loss or gradient norm lies above the usual one, in logarithms."""
 
     value: float
     usual: float  # logarithm of the usual value
@@ -534,7 +549,7 @@ class _Excess:
 
 
 class _SpikeLimit(NamedTuple):
-    """Thresholds in standard deviations and as a factor; a spike must exceed both."""
+    """Thresholds of a spike in standard deviations and as a factor; it must exceed both."""
 
     sigmas: float
     factor: float
@@ -591,7 +606,7 @@ _OF_POPULATION = {"captioned": "", "dropped": " of samples without a caption"}
 
 
 def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | None:
-    """Describe the loss of a population if it is a spike; else None."""
+    """Describe the loss of samples with (or without) captions if it is a spike; else None."""
     loss, count, *by_sigma = window.now.population(population)
     rows = rows.select(rows.column(f"{population}_samples") > 0)
     newest = rows.select(slice(-window.settings.window, None))
@@ -615,7 +630,7 @@ def _loss_spike(window: StepWindow, rows: StepRows, population: str) -> str | No
 
 
 def _noise_factor(rows: StepRows, population: str, count: float) -> float:
-    """Return the factor by which a mean over fewer samples than usual varies more."""
+    """Return the factor by which a mean loss varies more, over fewer samples than usual."""
     if not len(rows):
         return 1.0
     return math.sqrt(max(1.0, median(rows.column(f"{population}_samples")) / max(1, count)))
@@ -624,7 +639,7 @@ def _noise_factor(rows: StepRows, population: str, count: float) -> float:
 def _excess(
     past: Numbers, value: float, noise_factor: float, explained: float = 0.0
 ) -> _Excess | None:
-    """Return the excess of `value` over past numbers; None if there are too few to compare with.
+    """Return how far `value` lies above past numbers; None if there are too few of these.
 
     `explained` is subtracted from the distance.
     """
@@ -641,15 +656,15 @@ def _excess(
 # --- Skip, or roll back after too many skips ------------------------------------------------------
 
 _STEPS_BETWEEN_SKIPS = 16
-"""Largest distance between related skips: a single bad clip does not spoil the state, and skipping
-its batch is enough."""
+"""Largest number of steps between related skips: a single bad clip does not spoil the state, and
+skipping its batch is enough."""
 _MIN_ORDINARY_LOSSES = 16
 """Least number of losses that distinguish an ordinary loss from an outlier."""
 _ORDINARY_SIGMAS = 3.0
 
 
 def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) -> GuardVerdict:
-    """Skip the update, or roll back after `max_skips` skips in close succession."""
+    """Return `skip`, or `roll_back` after `max_skips` skipped updates in close succession."""
     now = window.now.step
     first, num_skips = now, 0
     # Counted from the newest skip backwards, up to a gap that separates unrelated ones.
@@ -668,7 +683,7 @@ def _skip_or_roll_back(window: StepWindow, reason: VerdictReason, message: str) 
 
 
 def _began(window: StepWindow, reason: VerdictReason, first: int) -> int:
-    """Return the first step whose batch, or the update before it, may be the cause.
+    """Return the step at which a divergence may have begun: by its batch, or the update before.
 
     An ordinary loss after the first skipped step shows that its batch was the cause. Otherwise it
     may have been the update before, since skipped steps leave the state as it is.

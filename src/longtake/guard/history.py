@@ -1,4 +1,4 @@
-"""Statistics of training steps, and a bounded history of them; imports no torch."""
+"""Statistics of training steps, and a bounded history of them for the guard; imports no torch."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,24 +18,27 @@ from longtake.config import GuardSection
 Numbers = NDArray[np.float64]
 
 GROUPS = ("embedding", "attention", "mlp", "added", "other")
-"""Groups of trained weights that are measured separately."""
+"""Names of the groups of trained weights whose norms are measured separately."""
 
 MAX_WINDOWS = 4
-"""Windows (`guard.window` steps each) that a history holds, for comparisons with slow changes."""
+"""Number of windows (`guard.window` steps each) that a history holds, for comparisons with slow
+changes."""
 
 _MIN_RATE_SHARE = 0.01
-"""Updates at less than this share of the largest learning rate are not measured, since rounding of
-the weights, mostly in bf16, dominates them."""
+"""Least learning rate, as a share of the largest, at which updates are measured: below it, rounding
+of the weights, mostly in bf16, dominates them."""
 
 POPULATIONS = ("captioned", "dropped")
-"""Samples with and without a caption, whose losses differ once a model has learnt."""
+"""Kinds of samples: with a caption, and with a dropped one. Their losses differ once a model has
+learnt."""
 
 _BLOCK, _GROWS = 8, 1.1
-"""Steps of a block, and the growth from block to block by which `num_finding_rate` recognises an
-optimizer that still searches its learning rate."""
+"""Number of steps in a block, and the growth of updates from block to block by which
+`num_finding_rate` recognises an optimizer that still searches its learning rate."""
 
 _NUM_DIGITS = 8
-"""Significant digits of a saved float: fp32's precision, in half the bytes of a checkpoint."""
+"""Significant digits of a float saved in a history: fp32's precision, in half the bytes of a
+checkpoint."""
 
 _VERDICT_KINDS = ("ok", "skip", "roll_back", "stop")
 _COLUMNS = (
@@ -59,7 +62,7 @@ _UPDATES = slice(len(_COLUMNS) - len(GROUPS), len(_COLUMNS))
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """Statistics of one step, reduced over all ranks; any float may be NaN or infinite."""
+    """Statistics of one training step, reduced over all ranks; floats may be NaN or infinite."""
 
     step: fsio.Count  # number of steps before this one
     batch: fsio.Count  # number of the step's batch in the run's data
@@ -85,7 +88,7 @@ class StepStatistics:
     dropped: tuple[float, ...] = ()
 
     def population(self, name: str) -> tuple[float, ...]:
-        """[6] Return a population's mean loss, its number of samples, and `loss_by_sigma`."""
+        """Return mean loss, number and `loss_by_sigma` [6] of samples with or without captions."""
         if self.captioned:
             return self.captioned if name == "captioned" else self.dropped
         if name == "captioned":
@@ -98,7 +101,7 @@ class StepStatistics:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "StepStatistics":
-        """Return the statistics that `as_dict` wrote; text such as "nan" is read as a number."""
+        """Read a step's statistics that `as_dict` wrote; text such as "nan" becomes a number."""
         return _STATISTICS.validate_python(values)
 
     def rounded(self) -> Self:
@@ -110,7 +113,7 @@ _STATISTICS = TypeAdapter(StepStatistics)
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], sequence: type) -> Any:
-    """Apply `change` to a number, or to each number in a dict or sequence."""
+    """Apply `change` to a number, or to each number in a dict or sequence of numbers."""
     if isinstance(value, dict):
         return {name: change(each) for name, each in value.items()}
     return sequence(map(change, value)) if isinstance(value, list | tuple) else change(value)
@@ -126,7 +129,7 @@ def _to_json(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class StepRows:
-    """Statistics of steps as rows of numbers, oldest first, for comparisons by column."""
+    """Statistics of training steps as rows of numbers, oldest first, for comparisons by column."""
 
     numbers: Numbers  # [steps, `_COLUMNS`]; read-only
 
@@ -150,7 +153,7 @@ class StepRows:
 
     @property
     def updates(self) -> Numbers:
-        """[steps, groups] Norm of the update before each step, divided by its learning rate.
+        """Norm of the update before each step, divided by its learning rate: [steps, groups].
 
         0 where no update was made. The norm is not relative to the weights' norm, because updates
         of AdamW and Muon keep their size while weights grow.
@@ -168,7 +171,7 @@ class StepRows:
 
     @property
     def num_finding_rate(self) -> int:
-        """Number of first steps in which the updates of all groups grew from block to block.
+        """Number of first steps in which the updates of all weight groups grew steadily.
 
         An optimizer that searches for its learning rate, and does not report it, starts like this,
         while no fault does. Training has not begun then: the weights are those that the run began
@@ -197,14 +200,14 @@ def medians(values: Numbers) -> Numbers:
 
 
 def block_medians(updates: Numbers) -> Numbers:
-    """[blocks, groups] Return the median of each block of successive updates [steps, groups]."""
+    """Return the medians [blocks, groups] of blocks of successive updates [steps, groups]."""
     blocks = len(updates) // _BLOCK
     whole = updates[: blocks * _BLOCK].reshape(blocks, _BLOCK, -1)
     return medians(whole.swapaxes(0, 1))
 
 
 def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
-    """[columns] Return one step's row of `StepRows.numbers`."""
+    """Return a training step's row [columns] of `StepRows.numbers`."""
     rate = statistics.learning_rate_factor
     return np.array(
         [
@@ -231,19 +234,19 @@ def _row(statistics: StepStatistics, verdict_kind: str = "ok") -> Numbers:
 
 @dataclass(frozen=True)
 class JudgedStep:
-    """A step's statistics with the kind of its verdict."""
+    """Statistics of a training step, and the kind of the guard's verdict on it."""
 
     statistics: StepStatistics
     verdict_kind: str
 
 
 def _rows(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return the numbers of each step, from equally long columns."""
+    """Turn columns of a saved history, equally long, into one dict of numbers for each step."""
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _check_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Refuse columns of different lengths, and those that lack a number of a step."""
+    """Refuse a saved history whose columns differ in length, or lack a number of a step."""
     for row in _rows(columns):
         if row.get("verdict_kind") not in _VERDICT_KINDS:
             raise ValueError(f"verdict_kind: expected one of {', '.join(_VERDICT_KINDS)}")
@@ -254,11 +257,11 @@ def _check_columns(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 HistoryColumns = Annotated[dict[str, list[Any]], AfterValidator(_check_columns)]
-"""Validated columns of `History.as_json`, as checkpoints hold them."""
+"""Columns of a history in a checkpoint, as `History.as_json` writes them; validated."""
 
 
 class History:
-    """The steps of the last `MAX_WINDOWS` windows, oldest first; immutable.
+    """The training steps of the last `MAX_WINDOWS` windows, oldest first; immutable.
 
     Statistics are rounded as `as_json` writes them, so that a resumed run reaches the same verdicts
     as an uninterrupted one. Successive histories share memory, to which they only append.
@@ -272,7 +275,7 @@ class History:
         self._end = 0
 
     def append(self, step: JudgedStep) -> "History":
-        """Return a new history with one more step."""
+        """Return a new history with one more training step."""
         rounded = replace(step, statistics=step.statistics.rounded())
         longer = copy(self)
         if not self._end == len(self._steps) < len(self._numbers):
@@ -309,7 +312,7 @@ class History:
 
     @classmethod
     def from_json(cls, columns: Mapping[str, Any], window: int) -> "History":
-        """Return the history that `as_json` wrote; a smaller window keeps the newest steps."""
+        """Read the history that `as_json` wrote; a smaller window keeps the newest steps."""
         history = cls(window)
         for row in _rows(columns):
             kind = row.pop("verdict_kind")
@@ -318,7 +321,7 @@ class History:
 
 
 class GuardSettings(GuardSection):
-    """The recipe's `guard` section, with constants that it does not set."""
+    """The recipe's `guard` section, plus constants that a recipe cannot set."""
 
     max_skips: int = 3  # skips within 16 steps of each other, after which it rolls back
     margin_batches: int = 8  # skipped on each side of the batches that the divergence came with
@@ -327,7 +330,7 @@ class GuardSettings(GuardSection):
 
 @dataclass(frozen=True)
 class StepWindow:
-    """A step to judge, with the past steps that it is compared with."""
+    """A training step to judge, with the past steps that it is compared with."""
 
     history: History
     now: StepStatistics
@@ -339,7 +342,7 @@ class StepWindow:
 
     @cached_property
     def past(self) -> StepRows:
-        """Steps since the last rollback, except those in which the optimizer sought its rate."""
+        """Steps since the last rollback, without those in which the optimizer sought its rate."""
         rows = self.history.rows
         found = np.flatnonzero(rows.have_verdict("roll_back"))
         rows = rows.select(slice(int(found[-1]) + 1, None)) if len(found) else rows
@@ -356,7 +359,7 @@ class StepWindow:
 
     @property
     def populations(self) -> list[str]:
-        """Populations (`captioned`, `dropped`) that have samples in the step."""
+        """Kinds of samples (`captioned`, `dropped`) that the step has."""
         return [each for each in POPULATIONS if self.now.population(each)[1] > 0]
 
     @property

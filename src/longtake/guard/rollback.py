@@ -10,7 +10,7 @@ from longtake.run_dir import RolledBack
 
 @dataclass(frozen=True)
 class RollBack:
-    """A checkpoint to restore, and the batches to skip afterwards."""
+    """A rollback: the checkpoint to restore, and the batches to skip afterwards."""
 
     step: int  # step of the checkpoint to restore
     skipped: tuple[int, int]  # half-open range of batch numbers to skip

@@ -1,8 +1,9 @@
 """Evaluation tasks, claims on them, attempts at them, and publishing of results; without torch.
 
-A claim is a lease, whose files record the attempts. It ends as `done`, `failed`, `damaged`, `gone`
-(the checkpoint was deleted), `missed` (before any attempt) or `released`. A lease that has a
-successor but no end was lost, since its holder died; that counts as an attempt.
+A claim says that one process samples and measures a task; it is a lease, whose files record the
+attempts. It ends as `done`, `failed`, `damaged`, `gone` (the checkpoint was deleted), `missed`
+(before any attempt) or `released`. A lease that has a successor but no end was lost, since its
+holder died; that counts as an attempt.
 """
 
 import errno
@@ -32,24 +33,25 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Preset, keep_preset
 
 Progress = Callable[[str, int, int], None]
-"""Function to call with the name of the present work, the amount of it that is done, and the total.
-"""
+"""A function that is told the progress of an evaluation: the name of the present work, the amount
+of it that is done, and the total."""
 AttemptEnding = Literal["done", "failed", "damaged", "gone", "released", "late"]
 
 _LEASE_CHECK_SECONDS = 1.0
 _OUT_OF_MEMORY_PAUSE_SECONDS = 600.0
-"""Pause of a preset that did not fit the memory, which another process may have used."""
+"""Seconds for which a preset is not tried again here after it did not fit the memory, which another
+process may have used."""
 _MAX_TRACEBACK_LETTERS = 4000
 
 
 def own_name() -> str:
-    """Return the name of this process as an evaluator: of a server, or of rank 0 of a training."""
+    """Return this process's name as an evaluator: an evaluation server, or rank 0 of a training."""
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """A checkpoint to sample and measure with a preset."""
+    """An evaluation to do: a checkpoint to sample and measure with a preset (prompts, settings)."""
 
     run: RunDirectory
     preset: Preset
@@ -88,16 +90,17 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class CommittedWeights:
-    """The weights in the COMMITTED file of a checkpoint."""
+    """Keys of the weights that a checkpoint has, as its file COMMITTED lists them."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
-    """`checkpoint_key` of each part (`model`, or `ema/` and the name of a profile)."""
+    """`checkpoint_key` of each part of the weights (`model`, or `ema/` and the name of a
+    profile)."""
     is_there: bool = True  # true if COMMITTED exists
     unreadable: str | None = None  # reason for which COMMITTED cannot be read
 
     @classmethod
     def read(cls, path: Path) -> "CommittedWeights":
-        """Read COMMITTED, even if no other file of the checkpoint exists."""
+        """Read a checkpoint's COMMITTED, even if no other file of the checkpoint exists."""
         try:
             listed = files.read_committed(path.parent)
         except FileNotFoundError:
@@ -117,7 +120,7 @@ class CommittedWeights:
 
 
 def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
-    """Return 8 hex digits of the SHA-256 of the weights' checksums, in order of the files.
+    """Return a key of a checkpoint's weights: 8 hex digits over their files' checksums.
 
     None if COMMITTED cannot be read, or lists no such weights.
     """
@@ -131,18 +134,18 @@ def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | Non
 
 
 class NotHereError(errors.PlanError):
-    """Error for something that a preset needs and this machine lacks; other servers may have it."""
+    """Raised if a preset needs what this machine lacks; another evaluation server may have it."""
 
 
 class Attempts(NamedTuple):
-    """The number of failed attempts at a task, and whether they are final."""
+    """Number of failed attempts at an evaluation, and whether anyone may try again."""
 
     number: int
     is_final: bool  # true if no server may try again
 
 
 class Claim(NamedTuple):
-    """A task that this process has claimed."""
+    """An evaluation task that this process has reserved for itself by a lease."""
 
     task: EvaluationTask
     lease: Lease
@@ -154,7 +157,8 @@ class AttemptOutcome:
     """The result of an attempt at an evaluation task."""
 
     how: AttemptEnding
-    """Kind of ending; `late`: another server has published the result, or taken the task over."""
+    """How the attempt ended; `late`: another server has published the result, or taken the task
+    over."""
     scores: Scores | None = None  # of the result, if `done`
     reason: str = ""  # of a failure, as text
     is_final: bool = False  # true if no server may try again
@@ -164,17 +168,17 @@ class AttemptOutcome:
 
 
 class Evaluate(Protocol):
-    """Function that samples and measures a checkpoint, which nothing deletes meanwhile."""
+    """Function that samples and measures a checkpoint; nothing deletes the checkpoint meanwhile."""
 
     def __call__(self, task: EvaluationTask, folder: Path, progress: Progress) -> Scores:
-        """Write all files of a result except scores.json to a folder, and return the scores.
+        """Write an evaluation's files except scores.json to a folder, and return the scores.
 
         `progress` raises `Stopped` to abandon the work; the error must not be caught.
         """
 
 
 class Claims:
-    """The claims of one server on the tasks of one run.
+    """Reserves the evaluation tasks of one run for one server or training process.
 
     Args:
         server: name of the server.
@@ -199,7 +203,7 @@ class Claims:
         return time.monotonic() < self._paused_until
 
     def attempts(self, task: EvaluationTask) -> Attempts:
-        """Count the failed or lost attempts at a task's preset in the records of its lease."""
+        """Count the failed or lost attempts at an evaluation task, from its lease's records."""
         # A server that died wrote no count of attempts: the files of the lease are the record.
         records = history(task.claim_path)
         # The newest record without an end is of an attempt that goes on.
@@ -217,7 +221,7 @@ class Claims:
         return record.get("ended"), record.get("server")
 
     def rests(self, task: EvaluationTask) -> bool:
-        """Return true while a failed task must not be tried again."""
+        """Return true during the pause in which a failed evaluation must not be tried again."""
         if not task.attempts:
             return False
         number, since = self._rests.get(_name(task), (0, 0.0))
@@ -228,7 +232,7 @@ class Claims:
         return time.monotonic() - since < self._pause * task.attempts
 
     def take(self, task: EvaluationTask) -> Claim | None:
-        """Claim a task; returns None if another server holds it.
+        """Reserve an evaluation task for this process; None if another server holds it.
 
         The unfinished result of a dead server is removed; its heartbeat stays until this server
         needs the checkpoint (see `forget_server`).
@@ -255,7 +259,7 @@ class Claims:
         return Claim(task, lease, str(lost.get("server")) if lost else None)
 
     def end(self, claim: Claim, how: str, **facts: Any) -> None:
-        """End a claim; an ending that cannot be written is written by a later `settle`."""
+        """Record how work on a claimed task ended; if that fails, a later `settle` does it."""
         # Counted here too: a full disk must not turn a failure into endless attempts.
         if how == "failed":
             self._own_failures[_name(claim.task)] = claim.task.attempts + 1
@@ -263,7 +267,7 @@ class Claims:
         self.settle()
 
     def settle(self) -> None:
-        """Write the endings of claims that could not be written before."""
+        """Record the endings of claimed tasks that could not be written before."""
         for write_ending in list(self._unwritten):
             with suppress(OSError):
                 write_ending()
@@ -271,14 +275,14 @@ class Claims:
 
 
 class TaskProgress:
-    """Progress callback of an evaluation: renews the lease, and stops the work on request."""
+    """Progress callback of an evaluation: renews its lease, and stops the work on request."""
 
     def __init__(self, lease: Lease, stop: process.StopSignal, shown: Progress) -> None:
         self._lease, self._stop, self._shown = lease, stop, shown
         self._checked_at = time.monotonic()
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Report progress, as `Progress` does.
+        """Report the progress of an evaluation, as `Progress` does.
 
         Raises:
             Stopped: the server must end, or another server has taken the task over.
@@ -335,7 +339,7 @@ def attempt(
 
 
 def forget_server(run: RunDirectory, name: str | None, own: str) -> None:
-    """Remove the heartbeat of a dead server, so that its checkpoints may be deleted.
+    """Remove the heartbeat of a dead evaluation server, so that its checkpoints may be deleted.
 
     A server that is alive writes its heartbeat again within a second. `name` comes from a lease,
     which may contain any text; None: no server died.
@@ -397,7 +401,7 @@ def _damaged(task: EvaluationTask, damage: str) -> str:
 
 @contextmanager
 def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
-    """Create a folder for a result beside the final one; removed unless it was published."""
+    """Create a folder for an evaluation's result; it is removed again unless it is published."""
     folder = _partial_result_path(task, lease.number, lease.record)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -408,7 +412,7 @@ def partial_result(task: EvaluationTask, lease: Lease) -> Iterator[Path]:
 
 
 def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) -> bool:
-    """Write scores.json, and rename a result's folder into place; returns false if it is late.
+    """Write scores.json, and rename an evaluation's folder to its final name; false if too late.
 
     A result of other weights of that step is moved to superseded/, provided that the checkpoint
     still has the task's weights.
@@ -430,7 +434,7 @@ def publish(task: EvaluationTask, lease: Lease, folder: Path, scores: Scores) ->
 
 
 def _make_way(task: EvaluationTask) -> bool:
-    """Move a result of other weights away; returns true if the result's path is free."""
+    """Move a result of other weights out of the way; return true if this result's path is free."""
     whole = task.directory.result_path(task.preset.name, task.step)
     if not whole.exists():
         return True

@@ -1,6 +1,7 @@
 """The transformer that a run does not train, of a release with two, for sampling and export.
 
-It is loaded from the release, or from a checkpoint of another run that has trained it.
+One transformer is for high noise, one for low. The other one is loaded from the release, or from a
+checkpoint of another run that has trained it.
 """
 
 from dataclasses import replace
@@ -30,7 +31,7 @@ def load_other(
     trust: bool = False,
     exact: bool = False,
 ) -> Components:
-    """Return the components of a run with the transformer that it does not train.
+    """Return a run's components with the release's transformer that the run does not train.
 
     On a GPU its weights stay in host memory and are copied block by block, so that they need hardly
     any memory beside the trained transformer's.
@@ -81,7 +82,10 @@ def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> n
 
 
 def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
-    """Return the bytes of the other transformer on a device; on a GPU its blocks are streamed."""
+    """Return the bytes that the untrained transformer takes on a device.
+
+    On a GPU its blocks are streamed from host memory.
+    """
     if recipe.model.expert is None:
         return 0
     model = build_other(recipe, parts, weights=False)
@@ -93,7 +97,7 @@ def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
 
 
 def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:
-    """Refuse another run that has not trained the transformer which this recipe lacks.
+    """Refuse another run as the source of the transformer that this recipe lacks.
 
     Raises:
         RunError: there is no such run.

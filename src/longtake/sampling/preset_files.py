@@ -1,4 +1,4 @@
-"""Files that a preset names: found, read and checked, and kept as small copies."""
+"""Reference files (such as pictures) of a preset of prompts: found, checked, read and copied."""
 
 import errno
 import hashlib
@@ -22,13 +22,13 @@ _KEPT_SIZE = 256, 256
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of a reference input, with its content when it was found."""
+    """A file of a preset's reference input (such as a picture), and a hash of its content."""
 
     path: Path
     content: str  # first 16 hex digits of the file's SHA-256
 
     def refuse_change(self) -> None:
-        """Refuse the file if it has changed since it was found.
+        """Refuse a reference file that has changed since the preset was read.
 
         Raises:
             RunError: it has changed, or cannot be read.
@@ -47,7 +47,7 @@ class InputFile:
 
 
 InputFiles = Mapping[str, tuple[InputFile, ...]]
-"""Files of reference inputs by name in `data.conditioning`, one per prompt."""
+"""Files of reference inputs (pictures, numbers) by name in `data.conditioning`, one per prompt."""
 
 
 def cannot_be_kept(path: Path, error: OSError) -> RunError:
@@ -87,7 +87,7 @@ def read_picture(file: Path, bucket: config.Bucket) -> NDArray[np.uint8]:
 
 
 def pictures_in(files: Iterable[Path], bucket: config.Bucket) -> list[NDArray[np.uint8]]:
-    """Read the pictures among reference inputs; files of numbers are left out."""
+    """Read the pictures among a video's reference files; files of numbers are left out."""
     return [read_picture(file, bucket) for file in files if is_shown(file)]
 
 
@@ -98,7 +98,7 @@ def is_shown(file: Path) -> bool:
 def refuse_other_inputs(
     given: Iterable[str], needed: Iterable[str], *, of_preset: bool = False
 ) -> None:
-    """Refuse inputs other than those that the model was trained with.
+    """Refuse reference inputs other than those with which the model was trained.
 
     Args:
         given: names of the inputs in a preset, or of those in `--conditioning`.
@@ -142,7 +142,7 @@ def kept_picture(preset_json: Path, number: int, name: str) -> Path:
 
 
 def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
-    """Write missing small copies of a preset's pictures; an unreadable picture gets none."""
+    """Write small copies of a preset's pictures that are missing; unreadable ones get none."""
     for name, of_prompts in files.items():
         for number, file in enumerate(of_prompts):
             path = kept_picture(preset_json, number, name)
@@ -162,7 +162,7 @@ def find_files(
     folder: Path | None,
     read_file: Callable[[Path], object],
 ) -> tuple[InputFile, ...]:
-    """Find one file per prompt, and read each once to find errors in it.
+    """Find one reference file per prompt of a preset, and read each once to find errors.
 
     Raises:
         RecipeError: the number of files is wrong, or one is missing or unreadable.
@@ -189,7 +189,7 @@ def find_files(
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:
-    """Return the path of a file, beside the file that names it or in the current folder.
+    """Return the path of a file that another file names: beside that one, or in the current folder.
 
     Raises:
         RecipeError: it does not exist, or is outside of another user's run.

@@ -20,14 +20,15 @@ from longtake.run_dir import RunDirectory
 from longtake.sampling.preset_files import cannot_be_kept, find_file
 
 DEFAULT = "default"
-"""Name of the preset that is sampled if no other is named."""
+"""Name of the preset that is sampled if a recipe and command name none."""
 _SHIPPED_PROMPTS = Path(__file__).with_name("prompts")
 _NUM_CAPTIONS = 4
-"""Number of held-out captions, and of trained captions, that the default preset samples."""
+"""Number of captions that the default preset samples: of held-out clips, and of trained clips."""
 _MAX_CLIPS_READ = 1000
 _MAX_LINES_NAMED = 10
 _FLAG = re.compile(r"(?<!\S)--[a-z][a-z_]*(?=[\s=]|$)")
-"""Pattern of settings in a prompt, such as kohya's `--w 64`; dashes between words do not match."""
+"""Pattern of settings inside a prompt, such as kohya's `--w 64`; dashes between words do not
+match."""
 
 
 def find_prompts(
@@ -130,10 +131,11 @@ def read_prompts(path: Path) -> tuple[str, ...]:
 
 
 def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
-    """Return `prompts` of the default preset, and `conditioning` if the model takes inputs.
+    """Return the prompts of the default preset: captions of held-out and of trained clips.
 
-    They are captions of held-out and of trained clips. Prompts that were sampled before are kept if
-    catalogs change later. Empty if no caption is known; then the shipped prompts are sampled.
+    The result holds `prompts`, and `conditioning` if the model takes inputs. Prompts that were
+    sampled before are kept if catalogs change later. Empty if no caption is known; then the shipped
+    prompts are sampled.
     """
     if run is None:
         return {}
@@ -165,7 +167,10 @@ def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:
 
 
 def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: RunDirectory) -> Path:
-    """Return the file of a clip's reference input; numbers of a catalog are written to one."""
+    """Return the file of a clip's reference input, for the default preset.
+
+    Numbers of a catalog are written to a file.
+    """
     given = given_to(clip, section)
     if isinstance(given, str):
         return Path(given)
@@ -182,7 +187,7 @@ def _file_of(clip: Clip, name: str, section: config.ConditioningSection, run: Ru
 
 
 def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> Iterator[Clip]:
-    """Yield clips with distinct captions; none if the catalog is unreadable or lacks an input."""
+    """Yield a catalog's clips with distinct captions; none if unreadable or without an input."""
     try:
         catalog = Catalog.load(path)
         refuse_without_conditioning(catalog, inputs)

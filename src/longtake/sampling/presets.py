@@ -1,4 +1,4 @@
-"""Presets: prompts, seeds, settings and reference inputs to sample with; imports no torch.
+"""Presets of sampling: prompts, seeds, settings and reference inputs; imports no torch.
 
 They are defined in three places, of which a later one replaces single keys of the earlier ones:
 longtake's presets.toml, the recipe's [evaluation.presets], and a file given with `--presets`.
@@ -25,7 +25,7 @@ _BATCH_SIZE = 4
 _MIN_FPS, _MAX_FPS = 0.1, 1000
 
 Table = Mapping[str, Any]
-"""A preset's table: keys and values of `PresetSection`."""
+"""The TOML table of a preset: keys and values of `PresetSection`."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ class Request:
     prompt: str
     seed: int
     conditioning: Mapping[str, Path] = field(default_factory=dict)
-    """Files of reference inputs by name in `data.conditioning`."""
+    """Files of the video's reference inputs by name in `data.conditioning`."""
 
 
 @dataclass(frozen=True)
 class PresetTables:
-    """The preset tables of longtake, the recipe and the user's own file, merged."""
+    """The presets that longtake, the recipe and the user's own file define, merged."""
 
     known: dict[str, dict[str, Any]]  # keys of each preset
     folders: dict[str, dict[str, Path | None]]  # of the file that sets a key, by preset and key
@@ -50,7 +50,7 @@ class PresetTables:
 
 @dataclass(frozen=True)
 class Preset:
-    """A set of videos that is sampled from each checkpoint."""
+    """Prompts, seeds and settings of a set of videos that is sampled from each checkpoint."""
 
     name: str  # name of its folder below evaluations/
     prompts: tuple[str, ...]
@@ -66,7 +66,7 @@ class Preset:
     )  # per prompt, by name
 
     def requests(self) -> list[Request]:
-        """Return the videos to sample, prompt by prompt, with one video per seed."""
+        """Return a request for each video of the preset: prompt by prompt, one for each seed."""
         return [
             Request(prompt, seed, {name: of[number].path for name, of in self.conditioning.items()})
             for number, prompt in enumerate(self.prompts)
@@ -78,7 +78,7 @@ class Preset:
         return f"{number:02d}_s{self.seeds[seed]}{suffix_of(self.bucket)}"
 
     def as_record(self) -> dict[str, Any]:
-        """Return the content of preset.json: exactly those settings that determine the videos."""
+        """Return the content of preset.json: all settings of the preset that decide its videos."""
         contents = {
             name: [each.content for each in of_prompts]
             for name, of_prompts in self.conditioning.items()
@@ -97,7 +97,7 @@ class Preset:
         }
 
     def refuse_changed_files(self) -> None:
-        """Refuse reference inputs whose files have changed since the preset was read.
+        """Refuse to sample if reference files have changed since the preset was read.
 
         Raises:
             RunError: a file has changed, or is gone.
@@ -187,7 +187,7 @@ def find_preset(
 
 
 def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
-    """Write preset.json and small copies of the pictures, unless they exist.
+    """Write a preset's preset.json and small copies of its pictures, unless they exist.
 
     Nothing is written if they exist, so that a full disk does not refuse a known preset.
 
@@ -334,7 +334,7 @@ def settings_for(
     width: int | None = None,
     **changes: object,
 ) -> tuple[config.SamplingSection, config.Bucket]:
-    """Return the recipe's [sampling] and first bucket, changed by the values that are not None.
+    """Return the recipe's sampling settings and first bucket, with the given values changed.
 
     Raises:
         RecipeError: a value is out of range, or the negative prompt has `[trigger]` without one.
@@ -354,7 +354,7 @@ def settings_for(
 def weights_to_sample(
     recipe: config.Recipe, *, ema: bool | None = None, profile: str | None = None
 ) -> str:
-    """Return the part of a checkpoint to sample: `model`, or `ema/` and a profile.
+    """Return the weights in a checkpoint to sample: `model`, or `ema/` and a profile.
 
     Args:
         recipe: recipe of the run.
@@ -395,7 +395,7 @@ def suffix_of(bucket: config.Bucket) -> str:
 
 
 def refuse_unwritable(bucket: config.Bucket, fps: float) -> None:
-    """Refuse, before sampling, a size or frame rate that the video encoder would refuse."""
+    """Refuse a size or frame rate, before sampling, that the video encoder would refuse."""
     if suffix_of(bucket) == ".png":
         return
     # 4:2:0 stores one colour for 2 x 2 pixels.

@@ -36,14 +36,15 @@ from longtake.trust import refuse_foreign_code
 T = TypeVar("T")
 
 _ACTIVATION_BYTES = 2 * 2**30
-"""Free GPU memory that device "auto" requires beyond the weights of the largest part."""
+"""Free GPU memory that device "auto" requires beyond the weights of the largest part (text encoder,
+model or codec)."""
 _PART_NAMES = {"text": "text encoder", "model": "model", "codec": "codec"}
 _USE_LESS = "Sample fewer frames or a smaller size, or use a GPU with more memory."
 
 
 @dataclass(frozen=True)
 class MemoryStrategy:
-    """Settings that limit the memory of sampling videos of one size."""
+    """Ways to save memory in sampling videos of one size: two passes, few at a time, tiles."""
 
     two_passes: bool = False
     at_once: int | None = None
@@ -58,7 +59,7 @@ class MemoryStrategy:
         return ", ".join(filter(None, parts)) or "all at once"
 
     def next_cheaper(self, count: int, bucket: Bucket, *, may_split: bool) -> "MemoryStrategy":
-        """Return the strategy to try after this one did not fit `count` videos of a size.
+        """Return the strategy with less memory, after this one did not fit `count` videos.
 
         Raises:
             PlanError: a single video does not fit.
@@ -71,12 +72,12 @@ class MemoryStrategy:
 
 
 ONE_BY_ONE = MemoryStrategy(two_passes=True, at_once=1)
-"""Strategy of ranks that share a model: they cannot try another one if one rank runs out."""
+"""Memory strategy of ranks that share a model: they cannot try another one if one rank runs out."""
 
 
 @dataclass
 class MemoryFallback:
-    """Choice of a memory strategy by trial, kept for the next videos of the same size.
+    """Finds a memory strategy of sampling by trial, and keeps it for videos of the same size.
 
     The first strategy samples everything at once. When memory runs out, guidance takes two passes,
     then half of the videos are sampled at a time, and so on; decoding falls back to tiles. No
@@ -85,7 +86,7 @@ class MemoryFallback:
 
     strategies: dict[Bucket, MemoryStrategy] = field(default_factory=dict)
     first: MemoryStrategy = MemoryStrategy()
-    """Strategy to try first for videos of a new size."""
+    """Memory strategy to try first for videos of a new size."""
 
     def denoise(
         self,
@@ -95,7 +96,7 @@ class MemoryFallback:
         *,
         uses_guidance: bool,
     ) -> Tensor:
-        """Denoise all videos in parts that fit; returns their latents.
+        """Denoise all videos in parts that fit the memory, and return their latents.
 
         Raises:
             PlanError: a single video does not fit.
@@ -135,7 +136,7 @@ class MemoryFallback:
 
 
 def try_within_memory(work: Callable[..., T], *arguments: object) -> T | None:
-    """Return the result of a function; if memory runs out, free what it held and return None."""
+    """Call a function and return its result; if memory runs out, free it and return None."""
     try:
         return work(*arguments)
     except (MemoryError, RuntimeError) as error:
@@ -167,13 +168,13 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
 
 
 def streams_for_sampling(recipe: Recipe) -> bool:
-    """Return true if frozen weights may be streamed to a GPU that has no room for them."""
+    """Return true if the recipe allows frozen weights to be streamed where a GPU has no room."""
     return recipe.model.stream != "none" and recipe.trainable.base() != "full"
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The device on which videos are sampled."""
+    """The device on which videos are sampled, why, and whether blocks are streamed to it."""
 
     device: torch.device
     why: str = ""  # a sentence if the device was chosen; empty if it was named
@@ -211,13 +212,16 @@ def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
 
 
 def _free_bytes(device: torch.device | int) -> int:
-    """Return a GPU's free bytes by NVML; CUDA itself would first allocate a context."""
+    """Return a GPU's free bytes as NVML reports them; CUDA would first allocate a context."""
     total = torch.cuda.get_device_properties(device).total_memory
     return total - torch.cuda.device_memory_used(device)
 
 
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
-    """Return the bytes of the largest part with activations; `more` is added to the model's."""
+    """Return the GPU bytes that sampling needs: the largest part's weights, and activations.
+
+    `more` is added to the model's weights.
+    """
     needed = parts.part_bytes()
     needed["model"] += more
     if streams:
@@ -229,18 +233,18 @@ def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
 
 @dataclass(frozen=True)
 class Guidance:
-    """The conditioning of N videos, of which any part can be sampled separately."""
+    """Classifier-free guidance of N videos: their conditioning, of which any part can be used."""
 
     predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
-    """Function from noisy latents [B, C, F, H, W], sigmas [B] and conditioning to fp32 velocities.
-    """
+    """The model: a function from noisy latents [B, C, F, H, W], sigmas [B] and conditioning to fp32
+    velocities."""
     conditional: Conditioning  # by the prompts; tensors [N, ...]
     unconditional: Conditioning | None  # by the negative prompt; None: no second pass
     scale: float  # of classifier-free guidance
     guided: Callable[[Tensor, Tensor, float], Tensor] = solver.guided
 
     def velocity(self, part: slice, *, two_passes: bool) -> solver.Velocity:
-        """Return the guided velocity of some of the videos.
+        """Return the function that predicts the guided velocity of some of the videos.
 
         A single pass over both halves takes twice the memory of two passes. Results are equal
         except for the rounding of matrix products of another size.
@@ -270,7 +274,7 @@ class Guidance:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A model with trained weights, its codec and text encoder."""
+    """Samples videos with a model and its trained weights, its codec and text encoder."""
 
     components: Components  # on a GPU, only the part at work
     recipe: Recipe
@@ -280,7 +284,7 @@ class Sampler:
     weights: str = "model"  # `model`, or `ema/` and the name of a profile
     memory: MemoryFallback = field(default_factory=MemoryFallback)
     prompts: dict[tuple[str, ...], Conditioning] = field(default_factory=dict)
-    """Embeddings on the CPU, by prompt and the files of pictures that are encoded with it."""
+    """Embeddings of prompts on the CPU, by prompt and the files of pictures encoded with it."""
     is_shared: bool = False
     """True if several ranks sample together; only `sample` makes the others run the model."""
 
@@ -352,7 +356,7 @@ class Sampler:
         part: slice,
         two_passes: bool,
     ) -> Tensor:
-        """Denoise the videos in `part`; guidance and noise are those of all videos."""
+        """Denoise the videos in `part` by the solver; guidance and noise cover all videos."""
         steps, count = self.num_steps(settings), len(noise)
 
         def on_part_step(step: int) -> None:
@@ -373,7 +377,10 @@ class Sampler:
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
     ) -> solver.Velocity:
-        """Return the guided velocity, by that transformer of a release which serves each sigma."""
+        """Return the function that predicts the guided velocity.
+
+        Of a release with two transformers, the one that serves a sigma predicts it.
+        """
         experts = self.components.experts
         if experts is None:
             return guide.velocity(part, two_passes=two_passes)
@@ -445,7 +452,7 @@ class Sampler:
         )
 
     def _decode(self, latents: Tensor, tiles: bool) -> NDArray[np.uint8]:
-        """Decode one video [1, F, H, W, 3]."""
+        """Decode one video's latents to [1, F, H, W, 3]."""
         try:
             video = self.components.codec.decode(latents, tiles=tiles)
         except SamplingError as error:
@@ -455,7 +462,10 @@ class Sampler:
     def _guidance(
         self, requests: Sequence[Request], bucket: Bucket, scale: float, negative_prompt: str
     ) -> Guidance:
-        """Return guidance; one pass if the scale is at most 1, or is an input of the model."""
+        """Encode the prompts for classifier-free guidance.
+
+        There is one pass if the scale is at most 1, or is an input of the model.
+        """
         parts, read = self.components, self._read_inputs(requests, bucket)
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)

@@ -1,4 +1,4 @@
-"""Samples requests in batches, and writes videos, pictures and contact sheets; without torch."""
+"""Samples videos in batches, and writes videos, pictures and contact sheets; without torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def sample_preset(
     folder: Path,
     on_step: Callable[[int, int], None] | None = None,
 ) -> Iterator[SampledVideo]:
-    """Sample a preset's videos, yielding each as soon as it is written, and then write sheet.png.
+    """Sample a preset's videos, yield each as soon as it is written, and then write sheet.png.
 
     Only the frames that the sheet shows stay in memory. `on_step` is called with (done, total)
     after each step of the solver; its exceptions propagate.
@@ -191,7 +191,7 @@ def write_samples(
 
 
 def check_out(out: Path, bucket: Bucket) -> None:
-    """Create the folder of a sample before sampling starts.
+    """Check the name of a sample's file, and create its folder before sampling starts.
 
     Raises:
         RunError: `out` is not the name of an mp4 file (for one frame: of a PNG file), or its folder
@@ -234,7 +234,7 @@ def inputs_by_name(given: Sequence[str]) -> dict[str, Path]:
 
 @dataclass(frozen=True)
 class SheetRow:
-    """One clip of a contact sheet."""
+    """One row of a contact sheet: a clip's caption and frames."""
 
     caption: str
     frames: NDArray[np.uint8]  # [F, H, W, 3] RGB, at least one frame
@@ -244,7 +244,7 @@ class SheetRow:
 
 
 def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> None:
-    """Write a PNG with the caption and up to 8 evenly spaced frames of each clip.
+    """Write a contact sheet as PNG: the caption and up to 8 evenly spaced frames of each clip.
 
     Large frames are shrunk to 96 pixels of height; smaller ones are enlarged by whole factors to at
     least that height, so that their pixels stay visible. The file is written aside and renamed.
@@ -272,7 +272,7 @@ def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _strip(frames: NDArray[np.uint8]) -> Image.Image:
-    """Draw up to 8 frames side by side."""
+    """Draw up to 8 frames of a clip side by side, for a contact sheet."""
     assert frames.dtype == np.uint8, f"frames are {frames.dtype}"
     assert frames.ndim == 4 and len(frames), f"frames are {frames.shape}"  # noqa: PT018 - one shape
     height, width = frames.shape[1:3]
