@@ -586,7 +586,7 @@ class ProcessStat:
 
     @property
     def command(self) -> str:
-        """Return the command line; [name] where that cannot be read."""
+        """Return a process's command line; its [name] where that cannot be read."""
         command = ""
         with suppress(OSError):
             if self.state not in "DZ":  # it lies in the process's memory: reading it may block

@@ -130,8 +130,8 @@ class ConditioningSection(Section):
     """Path of the input's file, relative to the clip's folder, such as "../pose/{stem}.png", where
     `{stem}` stands for the clip's file name without its suffix. `{stem}.*` accepts any suffix."""
     column: str | None = Field(None, min_length=1)
-    """Instead of `path`: a column of the catalog with the files' names or, for `numbers`, with the
-    numbers themselves (`longtake data index --conditioning COLUMN`)."""
+    """Instead of `path`: a column of the catalog with names of the input's files or, for `numbers`,
+    with the numbers themselves (`longtake data index --conditioning COLUMN`)."""
     frame: Literal["first", "last"] | None = None
     """Instead of `path`, for a picture: use the first or last frame of the clip's own window.
     Sampling takes it from a file, like every picture."""
@@ -142,10 +142,11 @@ class ConditioningSection(Section):
     """Encode a picture or video with the codec; the model then gets `<name>_latents`. `false`: the
     model gets `<name>`, pixels from -1 to 1. Unset: `true`."""
     width: int | None = Field(None, gt=0, le=_MAX_NUMBERS)
-    """Count of `numbers` per clip or, with `per_frame`, per frame."""
+    """Count of values that an input of kind `numbers` has per clip or, with `per_frame`, per
+    frame."""
     per_frame: bool = False
-    """For `numbers`: there is a row for each frame of the clip. The model gets the rows of the
-    frames that it is trained on."""
+    """For an input of kind `numbers`: it has a row for each frame of the clip. The model gets the
+    rows of the frames that it is trained on."""
 
     def num_frames(self, bucket: "Bucket") -> int:
         """Return the number of the input's frames for a clip of a bucket; 1 for a picture."""
@@ -208,7 +209,7 @@ class CaptionsSection(Section):
     """Changes to the captions of one catalog, drawn for each sample of each epoch."""
 
     trigger: str | None = None
-    """Trigger of this catalog, instead of `data.trigger`; empty: none."""
+    """Trigger word of this catalog's captions, instead of `data.trigger`; empty: none."""
     prefixes: Annotated[tuple[str, ...], FromList] = ()
     """Texts such as "a photo of", one of which is put before each caption; "" is no prefix."""
     shuffle_tags: bool = False
@@ -227,16 +228,17 @@ class CaptionsSection(Section):
 
 
 class AutoBucketsSection(Section):
-    """Automatic choice of buckets from the catalogs, each with about the same number of pixels."""
+    """Automatic choice of buckets (clip shapes), each with about the same number of pixels."""
 
     pixels: int = Field(gt=0, le=2**24)
     """Upper limit of a frame's pixels, such as 399360 for 832x480."""
     frames: Annotated[tuple[_Frames, ...], FromList] = Field((1,), min_length=1, max_length=64)
-    """Numbers of frames of the buckets; 1 is for images."""
+    """Numbers of frames that the chosen buckets may have; 1 is for images."""
     aspects: Annotated[tuple[_Aspect, ...], FromList] = Field((), max_length=64)
     """Ratios of width to height; unset: 21:9, 16:9, 3:2, 4:3, 1 and the inverse ratios."""
     multiple_of: int = Field(16, ge=8, le=1024)
-    """Height and width are multiples of this number, as the family needs: 16 for Wan and FLUX."""
+    """Height and width of buckets are multiples of this number, as the model family needs: 16 for
+    Wan and FLUX."""
     min_clips: int = Field(8, gt=0, le=10**9)
     """A bucket with fewer clips is left out; its clips go to the next best one."""
 
@@ -262,7 +264,8 @@ class StoreSection(Section):
     """Folder on a local disk of each node for fetched clips; several ranks and runs can share it.
     Unset: a clip is fetched into memory each time."""
     cache_gib: float = Field(100.0, gt=0, le=2**30)
-    """Size limit of the folder `cache`; the least recently used clips are deleted."""
+    """Size limit of the folder `cache` of fetched clips, in GiB; the least recently used ones are
+    deleted."""
 
 
 class DataSection(Section):
@@ -305,8 +308,8 @@ class DataSection(Section):
     """Also train single frames of videos in buckets of one frame. `false`: these buckets take only
     images (clips of one frame), and a video too short for the other buckets is left out."""
     windows: int | None = Field(None, gt=0, le=MAX_SIDE)
-    """Number of windows of a longer clip that are trained on, spread evenly over it; each epoch
-    takes one of them. 1: the middle. Unset: a window begins anywhere."""
+    """Number of windows of a longer clip that are trained on, spread evenly over the clip; each
+    epoch takes one of them. 1: the middle. Unset: a window begins anywhere."""
     max_crop: float | None = Field(None, ge=0, lt=1)
     """Greatest fraction of a picture that the crop to its bucket may remove, such as 0.2; a clip
     that would lose more is left out. Unset: no limit."""
@@ -472,7 +475,7 @@ class DataSection(Section):
         return self.stages or (Stage(name="all"),)
 
     def batch_sizes(self, stage: Stage, batch_size: int) -> tuple[int, ...]:
-        """Return the clips per update of each bucket of a stage.
+        """Return the clips per update of each bucket (clip shape) of a stage.
 
         `batch_size` is the run's, which a stage or bucket may replace.
         """

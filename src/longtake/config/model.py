@@ -31,7 +31,7 @@ EXPERT_FOLDERS: Mapping[Expert, str] = {"high": "transformer", "low": "transform
 
 
 class ModelSection(Section):
-    """The transformer."""
+    """The transformer: its family, the release to start from, and the precision of its weights."""
 
     family: str
     """`wan`, `ltx2`, `hunyuan_video15`, `flux`, `flux_kontext`, `flux2`, `qwen_image`,
@@ -98,12 +98,12 @@ class ModuleSection(Section):
     """A module of your own that is trained together with the model."""
 
     module: str = Field(pattern=r"^[\w.]+:\w+$")
-    """The module's class, such as "my_project.adapter:PoseAdapter", imported from the current
-    directory first. See docs/guides/modules.md."""
+    """Class of the added module, such as "my_project.adapter:PoseAdapter", imported from the
+    current directory first. See docs/guides/modules.md."""
     blocks: Annotated[tuple[str, ...], FromList] = ("*",)
     """Blocks that the module wraps: names or patterns such as `single_transformer_blocks.*`."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the module's class."""
+    """Arguments of the added module's class."""
 
 
 class TrainableSection(Section):
@@ -212,7 +212,10 @@ class TextSection(Section):
         return 64 if self.pretrained is None else 512
 
     def second_encoder(self) -> PooledSection | None:
-        """Return `pooled`, with the first encoder's `pretrained` if it sets none; None: unset."""
+        """Return the section `pooled` of the second text encoder; None if it is unset.
+
+        It gets the first encoder's `pretrained` if it sets none.
+        """
         # A `config` describes an encoder that is made with random weights, so no release is loaded.
         if self.pooled is None or self.pooled.pretrained is not None or self.pooled.config:
             return self.pooled

@@ -35,7 +35,7 @@ class Recipe(Section):
     """All settings of a run."""
 
     out: FilePath
-    """The run directory."""
+    """Path of the run directory."""
     seed: int = Field(0, ge=0, lt=2**63)
     data: DataSection
     model: ModelSection

@@ -60,12 +60,13 @@ class FlowSection(Section):
 
     timestep_sampling: Literal["uniform", "logit_normal", "mode", "cosmap"] = "logit_normal"
     logit_mean: float = Field(0.0, ge=-1000, le=1000)
-    """Mean of the logit-normal; above 0 leans toward noise."""
+    """Mean of the logit-normal distribution of noise levels; above 0 leans toward noise."""
     logit_std: float = Field(1.0, gt=0, le=1000)
     # Outside of -1 and 2 / (pi - 2) = 1.7519 the distribution has no monotone quantile function;
     # see `mode` in flow/timesteps.py.
     mode_scale: float = Field(1.29, ge=-1, le=1.7519)
-    """Scale of the mode distribution."""
+    """Scale of the distribution `mode` of noise levels; above 0 samples more in the middle, below 0
+    at the ends."""
     shift: Shift = 1.0
     """Moves the sampled sigmas toward noise: a factor, or a rule that depends on the resolution.
     `release`: the pretrained model's factor for sampling, capped at the number of tokens that its
@@ -224,11 +225,11 @@ class GuardSection(Section):
     """`act`: skip updates and roll back; `report`: report and continue; `off`: check only for NaN
     and inf. With `report` and `off`, a loss or gradient of NaN or inf stops the run."""
     window: int = Field(128, ge=32, le=100_000)
-    """Number of earlier steps with which a new one is compared; for quantities that change slowly,
-    four times as many."""
+    """Number of earlier steps with which the guard compares a new one; for quantities that change
+    slowly, four times as many."""
     warmup_steps: int = Field(64, ge=16, le=MAX_STEPS)
-    """Steps at the beginning of a run and of each stage in which there is no baseline yet: only
-    NaN and inf are detected, and in later stages also the norm of the weights."""
+    """Steps at the beginning of a run and of each stage in which the guard has no baseline yet:
+    only NaN and inf are detected, and in later stages also the norm of the weights."""
     compare_replicas_every: int = Field(10, ge=0, le=MAX_STEPS)
     """Steps between bitwise comparisons of the trained weights of ranks that hold the same ones;
     they are also compared before each checkpoint. 0: never. If copies differ, a GPU computes
@@ -247,8 +248,8 @@ class WatchSection(Section):
     """`restart-worker`: kill a decode worker that hangs; its clip is read again, and the run
     continues. `kill`: also kill a rank that hangs; torchrun then restarts all ranks."""
     min_seconds: float = Field(6.0, gt=0, le=MAX_SECONDS)
-    """A phase is a stall if it lasts at least this long, and at least 5 times its longest duration
-    in this launch."""
+    """A phase of a process's work (data, forward, save ...) is a stall if it lasts at least this
+    long, and at least 5 times its longest duration in this launch."""
     hook: str | None = None
     """A shell command that is run at an alert, with the alert on stdin as one line of JSON and the
     environment variables of the training. Put no secret into it: the run keeps the recipe."""

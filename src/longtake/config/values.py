@@ -19,7 +19,7 @@ from longtake.formatting import shorten
 
 
 def _at_home(path: Path) -> Path:
-    """Replace a leading ~ by the home folder."""
+    """Replace a leading ~ in a path by the home folder."""
     # Every use of such a path raises a ValueError, where callers expect an OSError.
     if "\0" in str(path):
         raise ValueError("a path cannot contain a NUL character")
@@ -38,7 +38,7 @@ MAX_SIDE, MAX_BATCH, MAX_STEPS = 2**16, 2**16, 10**9
 MAX_SECONDS, MAX_GUIDANCE = 1e7, 1000.0
 
 Shape = Annotated[list[Annotated[int, Field(gt=0, le=MAX_SIDE)]], Field(min_length=3, max_length=3)]
-"""Frames, height and width of a bucket in records."""
+"""A bucket (clip shape) as records hold it: frames, height and width."""
 
 
 def _not_reserved(name: str) -> str:

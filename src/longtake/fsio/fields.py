@@ -60,7 +60,7 @@ NumberOrText = Finite | Literal["nan", "inf", "-inf"]
 Span = Annotated[
     list[Count], pydantic.Field(min_length=2, max_length=2), pydantic.AfterValidator(_check_span)
 ]
-"""Half-open range, as a list [first, end]."""
+"""Half-open range of numbers in a record, as a list [first, end]."""
 FileName = Annotated[str, pydantic.Field(max_length=255), pydantic.AfterValidator(_check_name)]
 InnerPath = Annotated[
     str, pydantic.Field(max_length=4096), pydantic.AfterValidator(_check_inner_path)
@@ -111,5 +111,5 @@ def now() -> str:
 
 
 def file_time() -> str:
-    """Return the present time (UTC) as part of a file name; such names sort by time."""
+    """Return the present time (UTC) as text for a file name; such names sort by time."""
     return datetime.now(UTC).strftime("%Y%m%dT%H%M%S_%f")

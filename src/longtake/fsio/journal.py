@@ -14,7 +14,7 @@ _T = TypeVar("_T")
 
 
 class Journal(Generic[_T]):
-    """Finished items of a command as JSON lines, from which it resumes after an interruption.
+    """The finished items of a command as JSON lines, from which it resumes after an interruption.
 
     An added item survives the end of this process. `remove` the journal once the result is written.
 
@@ -79,7 +79,7 @@ class Journal(Generic[_T]):
             ) from error
 
     def close(self) -> None:
-        """Close the file and keep it for the next command."""
+        """Close the journal's file, and keep it for the next command."""
         if self._file is not None:
             with suppress(OSError):  # `add` has flushed every item, or has raised
                 self._file.close()

@@ -28,7 +28,7 @@ _only_below: ContextVar[Path | None] = ContextVar("only_below", default=None)
 
 @contextmanager
 def reading_below(top: Path) -> Iterator[None]:
-    """Restrict `open_regular` within the block to files below `top`, and follow no links there.
+    """Restrict `open_regular` in the context to files below `top`, and follow no links there.
 
     Files in `cache_folder` can still be opened: longtake wrote them.
     """
@@ -62,7 +62,7 @@ FileVersion = tuple[int, int, int]
 
 
 def version_of(status: os.stat_result) -> FileVersion:
-    """Return inode, size and modification time, which change with every write and replacement."""
+    """Return a file's inode, size and modification time, which change with every write."""
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -103,7 +103,7 @@ def read_records(path: Path, kind: Kind[_T], max_line_bytes: int = MAX_LINE_BYTE
 
 
 def validate_lines(lines: Iterable[bytes | None], kind: Kind[_T], path: Path) -> Iterator[_T]:
-    """Yield the lines that are records, and count the others for `skipped_lines`."""
+    """Yield the lines of a file that are valid records; count others for `skipped_lines`."""
     num_skipped, validate = 0, _adapter(kind).validate_json
     for line in lines:
         try:
@@ -186,7 +186,7 @@ def read_last_record(path: Path, kind: Kind[_T]) -> _T | None:
 def read_new_records(
     path: Path, kind: Kind[_T], offset: int, limit: int = sys.maxsize
 ) -> tuple[list[_T], int]:
-    """Read at most `limit` records from byte `offset` on.
+    """Read at most `limit` records of a JSON lines file from byte `offset` on.
 
     Lines that are not records are left out. A file shorter than `offset` was replaced, and is read
     from its start.

@@ -83,10 +83,7 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
 
 
 def detect_non_finite(window: StepWindow) -> GuardVerdict | None:
-    """Return a verdict if a step has NaN or inf.
-
-    In loss or gradients it is `skip`, in the weights `roll_back`.
-    """
+    """Return `skip` for NaN or inf in loss or gradients, and `roll_back` for it in weights."""
     now = window.now
     if not math.isfinite(now.weight_norm):
         rows = window.history.rows
@@ -124,8 +121,7 @@ _MIN_JUMP_FRACTION = 2e-3
 """Least distance of a jump, as a share of the weight norm. The epoch-end defect behind this rule
 added 0.7 % at once; an undisturbed run of that size changes by less than 0.1 % in 16 steps."""
 _MOST_TIMES_THE_RATE = 12.0
-"""Factor between learning rates: earlier changes of the weight norm whose rate was lower by more
-than this are ignored."""
+"""Earlier changes of the weight norm at a rate lower by more than this factor are ignored."""
 _MAX_STEPS_AFTER_EDGE = 16
 """Number of steps after the edge of an epoch or stage in which a jump of the weight norm is
 attributed to the edge; fewer if epochs are short."""
@@ -245,7 +241,7 @@ def _weight_norm_verdict(
 _NUM_EDGES = 5
 """Number of successive epochs at whose edges (ends) a change must recur."""
 _LEAST_BETWEEN, _MOST_BETWEEN = 8, 32
-"""Least and largest number of steps before an epoch's edge with which the edge is compared."""
+"""Least and largest number of steps before an epoch's edge with which it is compared."""
 _TIMES_FURTHEST = 2.0
 """Least distance of an epoch's edge from the usual value of the steps before it, as a multiple of
 their largest distance."""
@@ -485,10 +481,7 @@ def _rise(logs: Numbers) -> float:
 
 
 def _lowest_level(logs: Numbers) -> Numbers:
-    """Return the values [_LEVEL_STEPS] of the steps in a row with the lowest median.
-
-    The recent steps are not among them.
-    """
+    """Return the values of the steps in a row with the lowest median, without recent steps."""
     past = logs[: len(logs) - _RECENT_STEPS]
     # The steps that fill no level are cut off at the oldest end.
     levels = past[len(past) % _LEVEL_STEPS :].reshape(-1, _LEVEL_STEPS)
@@ -522,8 +515,7 @@ def _rise_verdict(name: str, steps: Numbers, logs: Numbers, rise: float) -> Guar
 # --- Spikes ---------------------------------------------------------------------------------------
 
 _USUAL_STEPS = 32
-"""Number of newest steps that define the usual loss, since a falling loss leaves older ones
-behind."""
+"""Number of newest steps that define the usual loss: as a loss falls, older ones mislead."""
 _MIN_SAME_SHAPE = 16
 """Least number of steps with this clip shape or noise level that define a usual loss."""
 _MIN_NOISE = 0.02

@@ -218,10 +218,7 @@ def _free_bytes(device: torch.device | int) -> int:
 
 
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
-    """Return the GPU bytes that sampling needs: the largest part's weights, and activations.
-
-    `more` is added to the model's weights.
-    """
+    """Return the GPU bytes of the largest part and activations; `more` is added to the model's."""
     needed = parts.part_bytes()
     needed["model"] += more
     if streams:
@@ -377,10 +374,7 @@ class Sampler:
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
     ) -> solver.Velocity:
-        """Return the function that predicts the guided velocity.
-
-        Of a release with two transformers, the one that serves a sigma predicts it.
-        """
+        """Return the function to the guided velocity, by the transformer of each sigma."""
         experts = self.components.experts
         if experts is None:
             return guide.velocity(part, two_passes=two_passes)
@@ -462,10 +456,7 @@ class Sampler:
     def _guidance(
         self, requests: Sequence[Request], bucket: Bucket, scale: float, negative_prompt: str
     ) -> Guidance:
-        """Encode the prompts for classifier-free guidance.
-
-        There is one pass if the scale is at most 1, or is an input of the model.
-        """
+        """Encode prompts for guidance; one pass if the scale is at most 1 or a model's input."""
         parts, read = self.components, self._read_inputs(requests, bucket)
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)
