@@ -8,21 +8,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import pyarrow as pa
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.build import catalog_of
+from tests.data.build import catalog_of, names_of
 from tests.data.catalogs import make_catalog
 
 from longtake import config
-from longtake.config import DataSection
+from longtake.config import DataSection, Recipe
 from longtake.data.audit import Audit, EpochAudit, audit
-from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.ledger import (
     Ledger,
+    StepSamples,
     begin_launch,
     read_ledger,
     stream_names,
@@ -32,27 +30,34 @@ from longtake.data.ledger import (
 from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
 from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
-from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
 
+_BATCH_SIZE = 4
+_NUM_CLIPS = 26  # of the fixture stills
 _SHAPES = [{"num_frames": 4, "height": 16, "width": width} for width in (16, 32)]
+
+
+def _begin_run(path: Path, **data: Any) -> Recipe:
+    """The recipe of a run whose directory is there."""
+    values = {
+        "out": path,
+        "data": data,
+        "model": {"family": "tubelet"},
+        "training": {"steps": 100, "global_batch_size": _BATCH_SIZE},
+    }
+    recipe = config.parse(json.loads(json.dumps(values, default=str)), "test")
+    RunDirectory(path).create(recipe)
+    return recipe
 
 
 class _Run:
     """A run directory into which launches write what they would have trained on."""
 
-    def __init__(self, path: Path, batch_size: int = 4, **data: Any) -> None:
+    def __init__(self, path: Path, **data: Any) -> None:
         where = {} if "catalogs" in data else {"catalog": "c.parquet"}
-        values = {
-            "out": str(path),
-            "data": {**where, "buckets": _SHAPES, **data},
-            "model": {"family": "tubelet"},
-            "training": {"steps": 100, "global_batch_size": batch_size},
-        }
-        self.recipe = config.parse(values, "test")
+        self.recipe = _begin_run(path, **{**where, "buckets": _SHAPES, **data})
         self.directory = RunDirectory(path)
-        self.directory.create(self.recipe)
         self.plan_history: PlanHistory | None = None
 
     def launch(
@@ -61,7 +66,7 @@ class _Run:
         steps: range,
         world_size: int = 1,
         lost: Collection[str] = (),
-        batch_size: int = 4,
+        batch_size: int = _BATCH_SIZE,
         **changes: Any,
     ) -> PlanHistory:
         """Train some steps on so many ranks; clips that are lost cannot be decoded."""
@@ -80,44 +85,22 @@ class _Run:
         for rank in range(world_size):
             with Ledger(folder, rank, streams) as ledger:
                 for step in steps:
-                    _record(ledger, self.plan_history.batch(step), rank, world_size, lost)
+                    ledger.record(_share(self.plan_history.batch(step), rank, world_size, lost))
         return self.plan_history
 
     def audit(self) -> Audit:
         return audit(self.directory)
 
 
-def _record(
-    ledger: Ledger, planned: PlannedBatch, rank: int, world_size: int, lost: Collection[str]
-) -> None:
-    """A rank's share, with stand-ins for what is lost or not there."""
+def _share(planned: PlannedBatch, rank: int, world_size: int, lost: Collection[str]) -> StepSamples:
+    """What a rank trains and rejects of a batch."""
     local = planned.batch_size // world_size
-    mine = slice(rank * local, (rank + 1) * local)
-    names = planned.catalog.identities.take(pa.array(planned.rows[mine])).to_pylist()
-    samples = list(zip([name.hex() for name in names], planned.epochs[mine], strict=True))
-    samples += [("ff" * 16, 0)] * (local - len(samples))
-    is_lost = [name in lost or name == "ff" * 16 for name, _ in samples]
-    batch = Batch(
-        step=planned.step,
-        stage=planned.stage,
-        source=planned.source,
-        epoch=planned.epoch,
-        begins_epoch=planned.number == 0,
-        bucket=planned.bucket,
-        videos=torch.empty(0),
-        captions=("",) * local,
-        seeds=(0,) * local,
-        identities=tuple(
-            "ee" * 16 if gone else name for (name, _), gone in zip(samples, is_lost, strict=True)
-        ),
-        epochs=tuple(epoch for _, epoch in samples),
-        weights=torch.tensor([0.0 if gone else 1.0 for gone in is_lost]),
-        rejected=tuple(sample for sample in samples if sample[0] in lost),
-        global_size=planned.batch_size,
-        position=StagePosition(planned.stage, 0),
-        position_before=StagePosition(planned.stage, 0),
+    samples = list(zip(names_of(planned), planned.epochs, strict=True))[rank * local :][:local]
+    trained, rejected = (
+        [sample for sample in samples if (sample[0] in lost) == is_lost]
+        for is_lost in (False, True)
     )
-    ledger.record(batch.consumed)
+    return StepSamples(planned.step, f"{planned.stage}/{planned.source}", trained, rejected)
 
 
 def _facts(epochs: Sequence[EpochAudit]) -> list[tuple[int, int, bool]]:
@@ -128,23 +111,22 @@ def _facts(epochs: Sequence[EpochAudit]) -> list[tuple[int, int, bool]]:
 def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
     tmp_path: Path,
 ) -> None:
-    stages = [{"name": "a", "epochs": 1}, {"name": "b", "epochs": 2, "global_batch_size": 6}]
+    stages: list[dict[str, Any]] = [{"name": "a", "epochs": 1}]
+    stages += [{"name": "b", "epochs": 2, "global_batch_size": 6, "ramp_steps": 4}]
+    stages[1]["where"] = ["num_frames >= 10"]
     shapes: list[dict[str, Any]] = [_SHAPES[0], {**_SHAPES[1], "batch_size": 2}]
     shapes += [{**_SHAPES[0], "num_frames": 2, "share": 0.4}]
+    fewer, more = (catalog_of(range(count), num_frames=lambda n: 4 + n) for count in (22, 26))
     run = _Run(tmp_path, stages=stages, buckets=shapes)
-    run.launch(catalog_of(range(22)), range(5), world_size=2)
-    changes: dict[str, Any] = {"stages": stages, "buckets": shapes, "on_change": "merge"}
-    plans = run.launch(catalog_of(range(26)), range(5, 5), world_size=2, **changes)
+    run.launch(fewer, range(5), world_size=2)
+    plans = run.launch(more, range(5, 5), world_size=2, on_change="merge")
     assert plans.end_step is not None
     assert {plans.batch(step).batch_size for step in range(plans.end_step)} == {2, 4, 6}
-    run.launch(catalog_of(range(26)), range(5, plans.end_step), world_size=2, **changes)
+    run.launch(more, range(5, plans.end_step), world_size=2, on_change="merge")
     found = run.audit()
     assert found.ok
-    assert [(each.stage, each.epoch, each.seen) for each in found.epochs] == [
-        ("a", 0, 26),
-        ("b", 0, 26),
-        ("b", 1, 26),
-    ]
+    assert [each.stage for each in found.epochs] == ["a", "b", "b"]
+    assert _facts(found.epochs) == [(0, 26, True), (0, 20, True), (1, 20, True)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -155,29 +137,10 @@ def test_a_run_that_consumed_its_plan_is_exact(tmp_path: Path, world_size: int) 
     assert found.ok
     assert (found.end_step, found.num_abandoned) == (14, 0)
     assert sum(each.seen for each in found.epochs) == 14 * 4
-    assert _facts(found.epochs)[:2] == [(0, 22, True), (1, 22, True)]
-    assert found.epochs[2].seen == 12
-    assert not found.epochs[2].is_over
+    assert _facts(found.epochs) == [(0, 22, True), (1, 22, True), (2, 12, False)]
     for each in found.epochs:
         assert (each.stage, each.source) == ("all", "catalog")
         assert (each.repeated, each.missing, each.rejected, each.unplanned) == (0, 0, 0, 0)
-
-
-def test_a_run_of_stages_to_its_end_is_exact(tmp_path: Path) -> None:
-    stages = [
-        {"name": "a", "epochs": 2},
-        {"name": "b", "epochs": 1, "where": ["num_frames >= 10"], "ramp_steps": 4},
-    ]
-    run = _Run(tmp_path, stages=stages)
-    clips = catalog_of(range(22), num_frames=lambda n: 4 + n)
-    end = start({"catalog": clips}, run.recipe.data, 4, 0).end_step
-    assert end is not None
-    run.launch(clips, range(end), world_size=4)
-    found = run.audit()
-    assert found.ok
-    assert [
-        (each.stage, *facts) for each, facts in zip(found.epochs, _facts(found.epochs), strict=True)
-    ] == [("a", 0, 22, True), ("a", 1, 22, True), ("b", 0, 16, True)]
 
 
 def test_several_catalogs_are_told_apart(tmp_path: Path) -> None:
@@ -186,20 +149,8 @@ def test_several_catalogs_are_told_apart(tmp_path: Path) -> None:
     run.launch({"a": catalog_of(range(12)), "b": catalog_of(range(6, 18))}, range(12))
     found = run.audit()
     assert found.ok
-    assert {each.source: each.seen for each in found.epochs if each.epoch == 0} == {
-        "a": 12,
-        "b": 12,
-    }
-
-
-def test_abandoned_steps_are_no_repeats(tmp_path: Path) -> None:
-    run = _Run(tmp_path)
-    run.launch(catalog_of(range(22)), range(9))
-    run.launch(catalog_of(range(22)), range(6, 14), world_size=2)
-    found = run.audit()
-    assert found.ok
-    assert (found.end_step, found.num_abandoned) == (14, 12)
-    assert sum(each.seen for each in found.epochs) == 14 * 4
+    seen = {each.source: each.seen for each in found.epochs if each.epoch == 0}
+    assert seen == {"a": 12, "b": 12}
 
 
 def _ledger_file(run: _Run, rank: int = 0) -> Path:
@@ -215,53 +166,37 @@ def _rewrite(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(b"".join(map(with_crc, parts)))
 
 
-_FORGED = {
-    "duplicated": lambda data: data[:45] + data[30:],
-    "added": lambda data: data[:30] + b"\xaa" * 7 + data[37:45] + data[30:],
-    "removed": lambda data: data[:30] + data[45:],
-    "foreign": lambda data: data[:30] + b"\xaa" * 7 + data[37:],
-    "swapped for a repeat": lambda data: data[:30] + data[:7] + data[37:],
-    "of another epoch": lambda data: data[:42] + b"\x05" + data[43:],
-}
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("how", "expected"),
+    ("forged", "expected"),
     [
-        ("duplicated", (1, 0, 0)),
-        ("added", (0, 0, 1)),
-        ("removed", (0, 1, 0)),
-        ("foreign", (0, 1, 1)),
-        ("swapped for a repeat", (1, 1, 0)),
-        ("of another epoch", (0, 1, 1)),
+        pytest.param(lambda data: data[:45] + data[30:], (1, 0, 0), id="duplicated"),
+        pytest.param(
+            lambda data: data[:30] + b"\xaa" * 7 + data[37:45] + data[30:], (0, 0, 1), id="added"
+        ),
+        pytest.param(lambda data: data[:30] + data[45:], (0, 1, 0), id="removed"),
+        pytest.param(lambda data: data[:60] + data[90:], (0, 2, 0), id="a step is missing"),
+        pytest.param(lambda data: data[:30] + b"\xaa" * 7 + data[37:], (0, 1, 1), id="foreign"),
+        pytest.param(lambda data: data[:30] + data[:7] + data[37:], (1, 1, 0), id="a repeat"),
+        pytest.param(lambda data: data[:42] + b"\x05" + data[43:], (0, 1, 1), id="other epoch"),
     ],
 )
 def test_a_single_wrong_record_is_found(
-    tmp_path: Path, how: str, expected: tuple[int, int, int], world_size: int
+    tmp_path: Path,
+    forged: Callable[[bytes], bytes],
+    expected: tuple[int, int, int],
+    world_size: int,
 ) -> None:
     run = _Run(tmp_path)
     run.launch(catalog_of(range(22)), range(14), world_size)
-    path = _ledger_file(run, world_size - 1)
-    _rewrite(path, _FORGED[how])
+    _rewrite(_ledger_file(run, world_size - 1), forged)
     found = run.audit()
     assert not found.ok
     sums = [
         sum(getattr(e, name) for e in found.epochs) for name in ("repeated", "missing", "unplanned")
     ]
     assert tuple(sums) == expected
-    wrong = [each for each in found.epochs if not each.is_exact]
-    assert all(each.examples for each in wrong)
-
-
-def test_a_step_that_was_skipped_is_found(tmp_path: Path) -> None:
-    run = _Run(tmp_path)
-    run.launch(catalog_of(range(22)), range(14), 2)
-    path = _ledger_file(run, 1)
-    _rewrite(path, lambda data: data[:60] + data[90:])
-    found = run.audit()
-    assert not found.ok
-    assert sum(each.missing for each in found.epochs) == 2
+    assert all(each.examples for each in found.epochs if not each.is_exact)
 
 
 def test_rejected_clips_are_not_missing(tmp_path: Path) -> None:
@@ -279,9 +214,8 @@ def test_rejected_clips_are_not_missing(tmp_path: Path) -> None:
 def test_a_run_whose_data_changed_twice_is_exact(tmp_path: Path, policy: str, step: int) -> None:
     run = _Run(tmp_path, stages=[{"name": "only", "epochs": 4}])
     run.launch(catalog_of(range(22)), range(step), 1)
-    second: dict[str, Any] = {"on_change": policy, "batch_size": 4}
-    run.launch(catalog_of(range(4, 30)), range(step, step + 3), 2, **second)
-    run.launch(catalog_of(range(40, 60)), range(step + 3, step + 3), 2, **second)
+    run.launch(catalog_of(range(4, 30)), range(step, step + 3), 2, on_change=policy)
+    run.launch(catalog_of(range(40, 60)), range(step + 3, step + 3), 2, on_change=policy)
     third: dict[str, Any] = {"on_change": policy, "batch_size": 2}
     plan_history = run.launch(catalog_of(range(15)), range(step + 3, step + 6), 2, **third)
     found = run.audit()
@@ -293,9 +227,7 @@ def test_a_run_whose_data_changed_twice_is_exact(tmp_path: Path, policy: str, st
     run.launch(catalog_of(range(15)), range(step + 6, plan_history.end_step), 1, **third)
     found = run.audit()
     assert found.ok
-    assert found.epochs[-1].epoch == 3
-    assert found.epochs[-1].seen == 15
-    assert found.epochs[-1].is_over
+    assert _facts(found.epochs)[-1] == (3, 15, True)
 
 
 def test_an_epoch_with_nothing_left_after_a_change_is_exact(tmp_path: Path) -> None:
@@ -309,7 +241,7 @@ def test_an_epoch_with_nothing_left_after_a_change_is_exact(tmp_path: Path) -> N
     run.launch(left, range(1, 2), on_change="merge")
     found = run.audit()
     assert found.ok
-    assert [(each.epoch, each.seen) for each in found.epochs] == [(0, 4), (1, 4)]
+    assert [epoch[:2] for epoch in _facts(found.epochs)] == [(0, 4), (1, 4)]
 
 
 def test_clips_whose_first_bytes_coincide_are_no_repeats(tmp_path: Path) -> None:
@@ -317,8 +249,7 @@ def test_clips_whose_first_bytes_coincide_are_no_repeats(tmp_path: Path) -> None
     run = _Run(tmp_path)
     run.launch(twins, range(14))
     assert run.audit().ok
-    path = _ledger_file(run)
-    _rewrite(path, lambda data: data[:45] + data[30:])
+    _rewrite(_ledger_file(run), lambda data: data[:45] + data[30:])
     assert not run.audit().ok
 
 
@@ -333,9 +264,6 @@ def test_without_a_ledger_or_its_catalogs_nothing_is_proved(tmp_path: Path) -> N
         run.audit()
 
 
-_NUM_CLIPS, _BATCH_SIZE = 26, 4  # of the fixture stills
-
-
 class _RolledBackRun:
     """A run of some ranks in one process, that saves after every batch and can go back.
 
@@ -345,16 +273,8 @@ class _RolledBackRun:
 
     def __init__(self, path: Path, catalog: Path, **data: Any) -> None:
         shape = {"num_frames": 1, "height": 16, "width": 16}
-        section = {"catalog": catalog, "buckets": [shape], "workers": 0, **data}
-        values = {
-            "out": str(path),
-            "data": section,
-            "model": {"family": "tubelet"},
-            "training": {"steps": 100, "global_batch_size": _BATCH_SIZE},
-        }
+        self.recipe = _begin_run(path, catalog=catalog, buckets=[shape], workers=0, **data)
         self.directory = RunDirectory(path)
-        self.recipe = config.parse(json.loads(json.dumps(values, default=str)), "test")
-        self.directory.create(self.recipe)
         self.rolled_back: list[tuple[int, int]] = []
         self.kept: list[int] = []
         self.states: dict[int, dict[str, Any]] = {}

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from longtake.config import Bucket, DataSection
-from longtake.data.batch import Batch
+from longtake.config import DataSection
 from longtake.data.ledger import (
     Ledger,
+    StepSamples,
     begin_launch,
     read_ledger,
     short_identity,
@@ -21,7 +20,6 @@ from longtake.data.ledger import (
     with_checksum,
 )
 from longtake.data.plan_history import PlanRecord
-from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 
 _STREAMS = ("a/catalog", "b/catalog")
@@ -31,35 +29,19 @@ def _name(number: int) -> str:
     return f"{number:04x}" + "ab" * 14
 
 
-def _batch(
+def _step(
     step: int,
-    samples: Sequence[int],
+    trained: Sequence[int],
     *,
     stage: str = "a",
     epoch: int = 0,
-    stand_ins: int = 0,
     rejected: Sequence[int] = (),
-) -> Batch:
-    """A share of a batch; stand-ins are further copies of its first sample."""
-    names = [_name(number) for number in samples]
-    names += [names[0] if names else _name(0xFFFF)] * stand_ins
-    return Batch(
-        step=step,
-        stage=stage,
-        source="catalog",
-        epoch=epoch,
-        begins_epoch=False,
-        bucket=Bucket(num_frames=1, height=16, width=16),
-        videos=torch.empty(0),
-        captions=("",) * len(names),
-        seeds=(0,) * len(names),
-        identities=tuple(names),
-        epochs=(epoch,) * len(names),
-        weights=torch.tensor([1.0] * len(samples) + [0.0] * stand_ins),
-        rejected=tuple((_name(number), epoch) for number in rejected),
-        global_size=len(names),
-        position=StagePosition(stage, step),
-        position_before=StagePosition(stage, max(0, step - 1)),
+) -> StepSamples:
+    return StepSamples(
+        step,
+        f"{stage}/catalog",
+        [(_name(number), epoch) for number in trained],
+        [(_name(number), epoch) for number in rejected],
     )
 
 
@@ -67,13 +49,13 @@ def _entry(step: int) -> PlanRecord:
     return PlanRecord(step=step, policy="start", batch_size=2, order={}, catalogs={}, plan="")
 
 
-def _launch(folder: Path, start: int, ranks: Sequence[Sequence[Batch]]) -> Path:
-    """A launch in which each rank trained some batches."""
+def _launch(folder: Path, start: int, ranks: Sequence[Sequence[StepSamples]]) -> Path:
+    """A launch in which each rank did some steps."""
     path = begin_launch(folder / "ledger", start, len(ranks), _STREAMS, [_entry(start)])
-    for rank, batches in enumerate(ranks):
+    for rank, steps in enumerate(ranks):
         with Ledger(path, rank, _STREAMS) as ledger:
-            for batch in batches:
-                ledger.record(batch.consumed)
+            for samples in steps:
+                ledger.record(samples)
             ledger.flush()
     return path
 
@@ -88,14 +70,8 @@ def _numbers(folder: Path) -> list[tuple[int, int]]:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     high = 2**24 - 1
-    _launch(
-        tmp_path,
-        0,
-        [
-            [_batch(0, [1, 2]), _batch(1, [5], stage="b", epoch=high)],
-            [_batch(0, [3]), _batch(1, [6], stage="b", epoch=high)],
-        ],
-    )
+    ranks = (([1, 2], [5]), ([3], [6]))
+    _launch(tmp_path, 0, [[_step(0, a), _step(1, b, stage="b", epoch=high)] for a, b in ranks])
     found = read_ledger(tmp_path / "ledger")
     assert found.streams == _STREAMS
     assert _numbers(tmp_path) == [(0, 1), (0, 2), (0, 3), (1, 5), (1, 6)]
@@ -110,12 +86,12 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 
 
 def test_a_sample_takes_sixteen_bytes(tmp_path: Path) -> None:
-    path = _launch(tmp_path, 0, [[_batch(0, [1, 2, 3], stand_ins=2), _batch(1, [4])]])
+    path = _launch(tmp_path, 0, [[_step(0, [1, 2, 3]), _step(1, [4])]])
     assert (path / "rank_0000.bin").stat().st_size == 4 * 16
 
 
 def test_rejected_clips_are_told_apart(tmp_path: Path) -> None:
-    _launch(tmp_path, 0, [[_batch(0, [1], stand_ins=1, rejected=[7], stage="b")]])
+    _launch(tmp_path, 0, [[_step(0, [1], rejected=[7], stage="b")]])
     found = read_ledger(tmp_path / "ledger")
     assert _numbers(tmp_path) == [(0, 1), (0, 7)]
     assert found.is_rejected.tolist() == [False, True]
@@ -124,13 +100,13 @@ def test_rejected_clips_are_told_apart(tmp_path: Path) -> None:
 
 def test_a_rank_without_samples_has_done_the_step_too(tmp_path: Path) -> None:
     """In a smaller last batch; else the step would not count as done."""
-    _launch(tmp_path, 0, [[_batch(0, [1, 2])], [_batch(0, [], stand_ins=2)]])
+    _launch(tmp_path, 0, [[_step(0, [1, 2])], [_step(0, [])]])
     assert _numbers(tmp_path) == [(0, 1), (0, 2)]
     assert read_ledger(tmp_path / "ledger").end_step == 1
 
 
 def test_a_step_that_not_all_ranks_have_done_does_not_count(tmp_path: Path) -> None:
-    _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])], [_batch(0, [3])]])
+    _launch(tmp_path, 0, [[_step(0, [1]), _step(1, [2])], [_step(0, [3])]])
     found = read_ledger(tmp_path / "ledger")
     assert (found.end_step, found.num_abandoned) == (1, 1)
     assert _numbers(tmp_path) == [(0, 1), (0, 3)]
@@ -138,16 +114,16 @@ def test_a_step_that_not_all_ranks_have_done_does_not_count(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("cut", [1, 7, 15])
 def test_a_torn_tail_is_passed_over(tmp_path: Path, cut: int) -> None:
-    path = _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])]]) / "rank_0000.bin"
+    path = _launch(tmp_path, 0, [[_step(0, [1]), _step(1, [2])]]) / "rank_0000.bin"
     path.write_bytes(path.read_bytes()[: 32 - cut])
     assert _numbers(tmp_path) == [(0, 1)]
     assert read_ledger(tmp_path / "ledger").end_step == 1
 
 
 def test_abandoned_steps_are_counted_apart(tmp_path: Path) -> None:
-    _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
-    _launch(tmp_path, 4, [[_batch(step, [step]) for step in range(4, 7)]])
-    _launch(tmp_path, 2, [[_batch(step, [10 + step]) for step in range(2, 4)]])
+    _launch(tmp_path, 0, [[_step(step, [step]) for step in range(6)]])
+    _launch(tmp_path, 4, [[_step(step, [step]) for step in range(4, 7)]])
+    _launch(tmp_path, 2, [[_step(step, [10 + step]) for step in range(2, 4)]])
     found = read_ledger(tmp_path / "ledger")
     assert _numbers(tmp_path) == [(0, 0), (1, 1), (2, 12), (3, 13)]
     assert (found.end_step, found.num_abandoned) == (4, 4 + 3)
@@ -155,18 +131,18 @@ def test_abandoned_steps_are_counted_apart(tmp_path: Path) -> None:
 
 
 def test_a_launch_that_did_nothing_abandons_what_came_after_its_start(tmp_path: Path) -> None:
-    _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(6)]])
+    _launch(tmp_path, 0, [[_step(step, [step]) for step in range(6)]])
     begin_launch(tmp_path / "ledger", 4, 2, _STREAMS, [_entry(0)])
     found = read_ledger(tmp_path / "ledger")
     assert (found.end_step, found.num_abandoned) == (4, 2)
 
 
 def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
-    _launch(tmp_path, 0, [[_batch(0, [1], stage="b")]])
+    _launch(tmp_path, 0, [[_step(0, [1], stage="b")]])
     names = ("new/catalog", *_STREAMS)
     path = begin_launch(tmp_path / "ledger", 1, 1, names, [_entry(0)])
     with Ledger(path, 0, names) as ledger:
-        ledger.record(_batch(1, [2], stage="b").consumed)
+        ledger.record(_step(1, [2], stage="b"))
     found = read_ledger(tmp_path / "ledger")
     assert {found.streams[number] for number in found.stream} == {"b/catalog"}
 
@@ -174,14 +150,14 @@ def test_streams_of_launches_are_matched_by_name(tmp_path: Path) -> None:
 def test_no_ledger_and_a_damaged_one_are_errors(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no ledger"):
         read_ledger(tmp_path / "ledger")
-    path = _launch(tmp_path, 0, [[_batch(0, [1])]])
+    path = _launch(tmp_path, 0, [[_step(0, [1])]])
     (path / "launch.json").write_text("{")
     with pytest.raises(DataError, match=r"launch\.json cannot be read"):
         read_ledger(tmp_path / "ledger")
 
 
 def test_a_record_of_no_stream_of_the_launch_is_damage(tmp_path: Path) -> None:
-    path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "rank_0000.bin"
+    path = _launch(tmp_path, 0, [[_step(0, [1])]]) / "rank_0000.bin"
     launch = path.with_name("launch.json")
     facts = with_checksum(json.loads(launch.read_text()) | {"streams": []})
     launch.write_text(json.dumps(facts))
@@ -191,7 +167,7 @@ def test_a_record_of_no_stream_of_the_launch_is_damage(tmp_path: Path) -> None:
 
 def test_every_changed_byte_is_found(tmp_path: Path) -> None:
     """Instead of trainers accused of a repeat, or an audit that counts to a step of billions."""
-    path = _launch(tmp_path, 0, [[_batch(0, [1]), _batch(1, [2])]]) / "rank_0000.bin"
+    path = _launch(tmp_path, 0, [[_step(0, [1]), _step(1, [2])]]) / "rank_0000.bin"
     whole = path.read_bytes()
     for place, bit in itertools.product(range(len(whole)), range(8)):
         data = bytearray(whole)
@@ -217,14 +193,14 @@ def test_every_changed_byte_is_found(tmp_path: Path) -> None:
 def test_launch_facts_that_were_changed_are_found(
     tmp_path: Path, changed: dict[str, Any], reason: str
 ) -> None:
-    path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "launch.json"
+    path = _launch(tmp_path, 0, [[_step(0, [1])]]) / "launch.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(DataError, match=f"launch.json cannot be read: {reason}"):
         read_ledger(tmp_path / "ledger")
 
 
 def test_a_launch_without_a_format_number_is_of_an_older_longtake(tmp_path: Path) -> None:
-    path = _launch(tmp_path, 0, [[_batch(0, [1])]]) / "launch.json"
+    path = _launch(tmp_path, 0, [[_step(0, [1])]]) / "launch.json"
     path.write_text(json.dumps({"start_step": 0, "world_size": 1, "streams": [], "history": []}))
     with pytest.raises(DataError, match="no format number, since an older longtake wrote it"):
         read_ledger(tmp_path / "ledger")
@@ -233,11 +209,10 @@ def test_a_launch_without_a_format_number_is_of_an_older_longtake(tmp_path: Path
 def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has 128 pairs of stage and catalog"):
         begin_launch(tmp_path / "ledger", 0, 1, [f"s{n}/c" for n in range(128)], [_entry(0)])
-    path = begin_launch(
-        tmp_path / "ledger", 0, 1, [f"s{n}/catalog" for n in range(127)], [_entry(0)]
-    )
-    with Ledger(path, 0, [f"s{n}/catalog" for n in range(127)]) as ledger:
-        ledger.record(_batch(0, [1], stage="s126", rejected=[2]).consumed)
+    names = [f"s{n}/catalog" for n in range(127)]
+    path = begin_launch(tmp_path / "ledger", 0, 1, names, [_entry(0)])
+    with Ledger(path, 0, names) as ledger:
+        ledger.record(_step(0, [1], stage="s126", rejected=[2]))
     found = read_ledger(tmp_path / "ledger")
     assert found.stream.tolist() == [126, 126]
     assert found.is_rejected.tolist() == [False, True]
@@ -271,7 +246,7 @@ def test_the_launchs_facts_are_written(tmp_path: Path) -> None:
 
 
 def test_a_launch_takes_back_what_is_skipped_at_its_start(tmp_path: Path) -> None:
-    _launch(tmp_path, 0, [[_batch(step, [step]) for step in range(8)]])
+    _launch(tmp_path, 0, [[_step(step, [step]) for step in range(8)]])
     spans = [(1, 2), (4, 6), (6, 9), (12, 14)]
     path = begin_launch(tmp_path / "ledger", 9, 1, _STREAMS, [_entry(0)], spans)
     assert json.loads((path / "launch.json").read_text())["start_step"] == 4
