@@ -4,7 +4,7 @@ import hashlib
 import io
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +88,25 @@ class Oracle:
 
     def consume(self, epoch: int, identity: str) -> None:
         self.seen.setdefault(epoch, Counter())[identity] += 1
+
+    def plan(self, batch: PlannedBatch) -> None:
+        """Consume all samples of a planned batch."""
+        for identity, epoch in zip(names_of(batch), batch.epochs, strict=True):
+            self.consume(epoch, identity)
+
+    def train(self, ranks: Sequence[Loader], end: int | None = None) -> None:
+        """Consume what the ranks of a run train up to a step, or to the end."""
+        for shares in zip(*(rank.batches(end) for rank in ranks), strict=True):
+            assert len({(share.step, share.epoch, share.bucket) for share in shares}) == 1
+            for share in shares:
+                self.take(share)
+
+    def take(self, share: Batch) -> None:
+        """Consume the samples of a rank's share that are trained."""
+        samples = zip(share.identities, share.epochs, share.weights, strict=True)
+        for identity, epoch, weight in samples:
+            if weight:
+                self.consume(epoch, identity)
 
     def change(self, policy: str, clips: set[str], counted: int) -> None:
         """`counted` is the epoch that the next step would have been counted in."""

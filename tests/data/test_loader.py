@@ -4,7 +4,7 @@ import gc
 import json
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
-from tests.data.build import load, oracle_of
+from tests.data.build import Oracle, identities_of, load, oracle_of
 from tests.data.catalogs import make_catalog
 
 from longtake.config import DataSection
@@ -27,7 +27,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_image, write_video
 from longtake.data.index import index
-from longtake.data.loader import PREFETCH_BATCHES, Loader
+from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
 from longtake.data.plan_history import SkippedRanges
 from longtake.errors import DataError
@@ -59,37 +59,21 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _section(path: Path, **values: Any) -> DataSection:
-    return DataSection.model_validate({"catalog": path, "buckets": _SHAPES, "workers": 0, **values})
+def _loader(path: Path, **values: Any) -> Loader:
+    """A loader of batches of 4 clips; `values` are its own or those of the recipe's section."""
+    names = ("batch_size", "rank", "world_size", "kept", "prefetch_batches", "seed")
+    own = {name: values.pop(name) for name in names if name in values}
+    where = {} if "catalogs" in values else {"catalog": path}
+    section = DataSection.model_validate({**where, "buckets": _SHAPES, "workers": 0, **values})
+    return Loader(section, **{"batch_size": 4, "seed": 3, **own})
 
 
-def _loader(
-    path: Path,
-    *,
-    batch_size: int = 4,
-    seed: int = 3,
-    rank: int = 0,
-    world_size: int = 1,
-    kept: Path | None = None,
-    prefetch_batches: int = PREFETCH_BATCHES,
-    **values: Any,
-) -> Loader:
-    return Loader(
-        _section(path, **values),
-        prefetch_batches=prefetch_batches,
-        batch_size=batch_size,
-        seed=seed,
-        rank=rank,
-        world_size=world_size,
-        kept=kept,
-    )
-
-
-def _assert_same(one: Batch, other: Batch) -> None:
-    for name in ("step", "stage", "source", "epoch", "begins_epoch", "bucket", "captions"):
-        assert getattr(one, name) == getattr(other, name), name
-    for name in ("seeds", "identities", "epochs", "rejected"):
-        assert getattr(one, name) == getattr(other, name), name
+def _assert_same(one: Batch, other: Batch, but: str = "") -> None:
+    for name in (
+        *("step", "stage", "source", "epoch", "begins_epoch", "bucket", "captions"),
+        *("seeds", "identities", "epochs", "rejected"),
+    ):
+        assert name == but or getattr(one, name) == getattr(other, name), name
     assert torch.equal(one.videos, other.videos)
     assert torch.equal(one.weights, other.weights)
 
@@ -118,7 +102,11 @@ def test_a_batch_is_what_its_fields_say(path: Path, expected: list[Batch]) -> No
         assert batch.weights.tolist() == [1] * 4
         assert batch.rejected == ()
     assert {identity for batch in expected for identity in batch.identities} == set(captions)
-    assert [batch.epoch for batch in expected] == sorted(batch.epoch for batch in expected)
+    epochs = [batch.epoch for batch in expected]
+    assert epochs == sorted(epochs)
+    begins = [step == 0 or epochs[step] != epochs[step - 1] for step in range(_STEPS)]
+    assert [batch.begins_epoch for batch in expected] == begins
+    assert sum(begins) > 2
 
 
 def test_the_pixels_are_the_captioned_clips(expected: list[Batch]) -> None:
@@ -128,13 +116,6 @@ def test_the_pixels_are_the_captioned_clips(expected: list[Batch]) -> None:
             start = round(greys[0].item() / 4)
             assert 0 <= start <= 3
             torch.testing.assert_close(greys, 4.0 * (start + torch.arange(5)), atol=2, rtol=0)
-
-
-def test_an_epoch_begins_once(expected: list[Batch]) -> None:
-    epochs = [batch.epoch for batch in expected]
-    begins = [step == 0 or epochs[step] != epochs[step - 1] for step in range(_STEPS)]
-    assert [batch.begins_epoch for batch in expected] == begins
-    assert sum(begins) > 2
 
 
 def _join(shares: tuple[Batch, ...]) -> Batch:
@@ -272,25 +253,23 @@ def test_mirroring_all_mirrors_all(path: Path, expected: list[Batch]) -> None:
 def test_crops_and_flips_belong_to_seed_epoch_and_clip(path: Path) -> None:
     square = [{"num_frames": 5, "height": 16, "width": 16}]
     values: dict[str, Any] = {"buckets": square, "random_crop": True, "flip": 0.5}
-    found = []
-    for batch_size in (4, 3):
-        loader = _loader(path, batch_size=batch_size, **values)
-        found.append(
-            {
-                (epoch, identity): video
-                for batch in loader.batches(44 // batch_size)
-                for epoch, identity, video in zip(
-                    batch.epochs, batch.identities, batch.videos, strict=True
-                )
-            }
-        )
-    assert len(found[0]) == 44
-    assert len(found[0].keys() & found[1].keys()) > 30
-    for key in found[0].keys() & found[1].keys():
-        assert torch.equal(found[0][key], found[1][key])
+    by_four, by_three = (
+        {
+            sample: video
+            for batch in _loader(path, batch_size=size, **values).batches(44 // size)
+            for sample, video in zip(
+                zip(batch.epochs, batch.identities, strict=True), batch.videos, strict=True
+            )
+        }
+        for size in (4, 3)
+    )
+    assert len(by_four) == 44
+    assert len(by_four.keys() & by_three.keys()) > 30
+    for key in by_four.keys() & by_three.keys():
+        assert torch.equal(by_four[key], by_three[key])
     changing = 0  # a clip of the bucket's own size is only flipped: one in eight stays the same
-    for identity in {identity for _, identity in found[0]}:
-        videos = [found[0][epoch, identity] for epoch in range(4)]
+    for identity in {identity for _, identity in by_four}:
+        videos = [by_four[epoch, identity] for epoch in range(4)]
         changing += not all(torch.equal(video, videos[0]) for video in videos[1:])
     assert changing >= 6
 
@@ -494,24 +473,13 @@ def _through_json(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_the_state_counts_what_was_handed_out(
-    path: Path, expected: list[Batch], workers: int
-) -> None:
-    loader = _loader(path, workers=workers, prefetch_batches=5)
-    assert loader.state_dict()["global_step"] == 0
-    for count, _ in enumerate(loader.batches(4), start=1):
-        assert loader.state_dict()["global_step"] == loader.step == count
-    again = _loader(path)
-    again.load_state_dict(_through_json(loader.state_dict()))
-    _assert_same(next(iter(again.batches())), expected[4])
-
-
 def test_a_loader_that_has_run_can_be_put_back_and_forth(path: Path, expected: list[Batch]) -> None:
-    loader = _loader(path)
+    loader = _loader(path, workers=2, prefetch_batches=5)
+    assert loader.state_dict()["global_step"] == 0
     states = []
     for batch in loader.batches():
         states.append(_through_json(loader.state_dict()))
+        assert states[-1]["global_step"] == loader.step == batch.step + 1
         if batch.step == 5:
             break
     _assert_same(next(iter(loader.batches())), expected[6])
@@ -549,7 +517,6 @@ _SPANS = st.lists(
     st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda pair: (pair[0], sum(pair))),
     max_size=5,
 )
-_BATCH_SIZE = 4
 _STAGES = [{"name": "only", "epochs": 3}]  # of six batches each
 
 
@@ -599,31 +566,9 @@ def test_spans_that_are_none_are_refused(span: tuple[int, int]) -> None:
         SkippedRanges.of([(5, 6), span])
 
 
-def _still_section(path: Path, **values: Any) -> DataSection:
+def _still_loader(path: Path, **values: Any) -> Loader:
     shape = {"num_frames": 1, "height": 16, "width": 16}
-    where = {} if "catalogs" in values else {"catalog": path}
-    standard = {"buckets": [shape], "workers": 0, "stages": _STAGES}
-    return DataSection.model_validate({**where, **standard, **values})
-
-
-def _still_loader(
-    path: Path, kept: Path | None = None, ahead: int = PREFETCH_BATCHES, **values: Any
-) -> Loader:
-    return Loader(
-        _still_section(path, **values),
-        batch_size=_BATCH_SIZE,
-        seed=3,
-        kept=kept,
-        prefetch_batches=ahead,
-    )
-
-
-def _told(batch: Batch) -> tuple[Any, ...]:
-    """All of a batch but whether it begins an epoch."""
-    return (
-        *(batch.step, batch.stage, batch.epoch, batch.identities, batch.epochs, batch.seeds),
-        *(batch.captions, batch.weights.tolist(), batch.videos.sum(dim=(1, 2, 3, 4)).tolist()),
-    )
+    return _loader(path, **{"buckets": [shape], "stages": _STAGES, **values})
 
 
 @pytest.fixture(scope="module")
@@ -635,28 +580,32 @@ def still_batches(stills: Path) -> list[Batch]:
 def _assert_are(
     batches: Sequence[Batch], still_batches: Sequence[Batch], numbers: Sequence[int]
 ) -> None:
-    assert list(map(_told, batches)) == [_told(still_batches[number]) for number in numbers]
+    for batch, number in zip(batches, numbers, strict=True):
+        _assert_same(batch, still_batches[number], but="begins_epoch")
 
 
-@pytest.mark.parametrize(("count", "end"), [(0, 2), (1, 3), (2, 9), (3, 10), (4, 13), (5, 14)])
-def test_an_end_is_counted_in_batches(stills: Path, count: int, end: int) -> None:
-    loader = _still_loader(stills)
-    for span in [(0, 2), (5, 9), (11, 13), (4, 5)]:
-        loader.skip(*span)
-    assert loader.end_after(count) == end
-    assert len(list(loader.batches(end))) == count
-    assert loader.step == loader.end_after(0) == end
-
-
-def test_an_end_is_not_after_the_last_batch(stills: Path, still_batches: list[Batch]) -> None:
-    loader = _still_loader(stills)
-    loader.skip(2, 5)
-    assert loader.end_after(len(still_batches) - 4) == len(still_batches) - 1
-    assert {loader.end_after(count) for count in (len(still_batches) - 3, 99)} == {
-        len(still_batches)
-    }
-    assert len(list(loader.batches(loader.end_after(99)))) == len(still_batches) - 3
-    assert loader.step == len(still_batches)
+@pytest.mark.parametrize(
+    ("spans", "ends"),
+    [
+        ([(0, 2), (5, 9), (11, 13), (4, 5)], {0: 2, 1: 3, 2: 9, 3: 10, 4: 13, 5: 14}),
+        ([(2, 5)], {16: 19, 17: 20, 99: 20}),
+        ([(18, 21)], {17: 17, 18: 21, 19: 21, 20: 21, 99: 21}),
+        ([(18, 25)], {17: 17, 18: 25, 99: 25}),
+    ],
+    ids=["within", "not after the last batch", "over the end", "far over the end"],
+)
+def test_an_end_is_counted_in_batches(
+    stills: Path, spans: list[tuple[int, int]], ends: dict[int, int]
+) -> None:
+    for count, end in ends.items():
+        loader = _still_loader(stills)
+        for span in spans:
+            loader.skip(*span)
+        assert loader.end_after(count) == end
+        steps = [batch.step for batch in loader.batches(end)]
+        assert steps == [n for n in range(20) if n < end and n not in _numbers(spans)]
+        assert len(steps) == count or count > 17
+        assert loader.step == loader.end_after(0) == end
 
 
 @settings(max_examples=30, deadline=None)
@@ -669,7 +618,7 @@ def test_skipped_batches_are_passed_over(
     ahead: int,
 ) -> None:
     """Though they are decoded already; those before the position stay trained; on resume, too."""
-    loader = _still_loader(stills, ahead=ahead)
+    loader = _still_loader(stills, prefetch_batches=ahead)
     stream = loader.batches()
     batches = list(islice(stream, position))
     for span in spans:
@@ -695,7 +644,7 @@ def test_what_is_skipped_is_not_decoded(stills: Path, monkeypatch: pytest.Monkey
         return begin(self, planned, source)
 
     monkeypatch.setattr(BatchAssembler, "begin", watched)
-    loader = _still_loader(stills, ahead=5)
+    loader = _still_loader(stills, prefetch_batches=5)
     loader.skip(3, 6)
     list(loader.batches(10))
     assert begun == [0, 1, 2, 6, 7, 8, 9]
@@ -783,10 +732,8 @@ def test_a_span_may_reach_over_the_end(stills: Path, still_batches: list[Batch],
     end = len(still_batches)
     loader = _still_loader(stills)
     loader.skip(end - 2, end + past)
-    assert loader.end_after(end - 3) == end - 3
-    assert {loader.end_after(count) for count in (end - 2, end - 1, end, 99)} == {end + past}
     _assert_are(list(loader.batches()), still_batches, range(end - 2))
-    assert loader.step == loader.end_after(0) == loader.end_after(1) == end + past
+    assert loader.step == loader.end_after(1) == end + past
     state = _through_json(loader.state_dict())
     assert (state["global_step"], state["stage"]) == (end + past, None)
     again = _still_loader(stills)
@@ -794,15 +741,11 @@ def test_a_span_may_reach_over_the_end(stills: Path, still_batches: list[Batch],
     assert list(again.batches()) == []
     longer = _still_loader(stills, stages=[{"name": "only", "epochs": 4}], on_change="merge")
     longer.load_state_dict(state)
-    batches = list(longer.batches())
-    assert [batch.step for batch in batches] == list(range(end + past, end + past + len(batches)))
-    clips = [clip for batch in batches for clip in _consumed(batch)]
-    assert sorted(clips) == sorted((3, clip.identity) for clip in Catalog.load(stills).clips())
-
-
-def _consumed(batch: Batch) -> Iterator[tuple[int, str]]:
-    samples = zip(batch.epochs, batch.identities, batch.weights.tolist(), strict=True)
-    return ((epoch, identity) for epoch, identity, weight in samples if weight)
+    oracle = Oracle({3: identities_of(Catalog.load(stills))})
+    for step, batch in enumerate(longer.batches(), start=end + past):
+        assert batch.step == step
+        oracle.take(batch)
+    oracle.check()
 
 
 @pytest.mark.parametrize(
@@ -820,31 +763,22 @@ def test_skipped_batches_are_consumed_where_the_data_changes(
 ) -> None:
     catalog = Catalog.load(stills)
     oracle = oracle_of(catalog, 3)
-    loader = _still_loader(stills, tmp_path / "kept")
+    loader = _still_loader(stills, kept=tmp_path / "kept")
     loader.keep_catalogs()
     if span[0] < position:
         loader.skip(*span)
-    for batch in loader.batches(position):
-        for sample in _consumed(batch):
-            oracle.consume(*sample)
+    oracle.train([loader], position)
     state = _through_json(loader.state_dict())
     for number in range(*span):
-        for sample in _consumed(load(loader, number)):
-            oracle.consume(*sample)
+        oracle.take(load(loader, number))
     changed = tmp_path / "changed.parquet"
     make_catalog(list(catalog.clips())[3:]).save(changed)
-    going = _still_loader(changed, tmp_path / "kept", on_change=policy)
+    going = _still_loader(changed, kept=tmp_path / "kept", on_change=policy)
     going.skip(*span)
-    counted = _counted(loader, max(position, span[1]))
-    oracle.change(policy, {clip.identity for clip in Catalog.load(changed).clips()}, counted)
+    first = max(position, span[1])
+    counted = loader.plan_history.batch(first).epoch
+    oracle.change(policy, identities_of(Catalog.load(changed)), counted)
     going.load_state_dict(state)
-    assert going.step == max(position, span[1])
-    for batch in going.batches():
-        for sample in _consumed(batch):
-            oracle.consume(*sample)
+    assert going.step == first
+    oracle.train([going])
     oracle.check()
-
-
-def _counted(loader: Loader, step: int) -> int:
-    """The epoch that a batch is counted in."""
-    return loader.plan_history.batch(step).epoch
