@@ -50,7 +50,6 @@ def _only(folder: Path, pattern: str) -> Path:
 def curriculum(tmp_path: Path) -> RunDirectory:
     """30 steps over 41 clips of which 4 have no caption and one file was rejected."""
     (tmp_path / "curriculum").mkdir()
-    run = _Run(tmp_path / "curriculum", stages=_STAGES, difficulty="nouns")
     clips = catalog_of(
         range(41),
         attributes=lambda n: {"nouns": float(n % 12)},
@@ -58,7 +57,8 @@ def curriculum(tmp_path: Path) -> RunDirectory:
         num_frames=lambda n: 2 + n,
     )
     clips = Catalog(clips.table, make_catalog([], [Rejection("/bad.mp4", _HOSTILE)]).set_aside)
-    run.launch(clips, range(30))
+    run = _Run(tmp_path / "curriculum", clips, stages=_STAGES, difficulty="nouns")
+    run.launch(30)
     return run.directory
 
 
@@ -136,9 +136,11 @@ def test_a_histogram_has_the_span_of_each_stage(curriculum: RunDirectory) -> Non
 
 def test_stages_after_a_change_of_the_data_are_those_that_were_trained(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
-    run = _Run(tmp_path / "run", stages=[{"name": "a", "epochs": 1}, {"name": "b"}])
-    run.launch(catalog_of(range(22)), range(3))
-    run.launch(catalog_of(range(40)), range(3, 20), on_change="merge")
+    stages = [{"name": "a", "epochs": 1}, {"name": "b"}]
+    run = _Run(tmp_path / "run", catalog_of(range(22)), stages=stages)
+    run.launch(3)
+    run.resume(catalog_of(range(40)))
+    run.launch(20)
     data = data_facts.read_data(_facts(run.directory))
     assert (data.num_plans, data.problems) == (2, [])
     assert data.strip is not None

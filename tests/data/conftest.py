@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from tests.data.build import write_greys
 
 from longtake.data.index import index
 
@@ -13,8 +13,7 @@ def stills(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A catalog of 26 captioned pictures of 16 x 16: files that are really read, and quickly."""
     folder = tmp_path_factory.mktemp("stills")
     for number in range(26):
-        Image.new("RGB", (16, 16), (9 * number,) * 3).save(folder / f"{number:02d}.png")
-        (folder / f"{number:02d}.txt").write_text(f"picture {number}")
+        write_greys(folder, {f"{number:02d}": f"picture {number}"}, grey=9 * number)
     out = folder / "catalog.parquet"
     index([folder], captions=None, out=out)
     return out

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.build import catalog_of, names_of
+from tests.data.build import PlannedRun, catalog_of, names_of, on_ranks, section
 from tests.data.catalogs import make_catalog
 
 from longtake import config
@@ -29,13 +29,11 @@ from longtake.data.ledger import (
 )
 from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
-from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
 
 _BATCH_SIZE = 4
 _NUM_CLIPS = 26  # of the fixture stills
-_SHAPES = [{"num_frames": 4, "height": 16, "width": width} for width in (16, 32)]
 
 
 def _begin_run(path: Path, **data: Any) -> Recipe:
@@ -51,42 +49,29 @@ def _begin_run(path: Path, **data: Any) -> Recipe:
     return recipe
 
 
-class _Run:
+class _Run(PlannedRun):
     """A run directory into which launches write what they would have trained on."""
 
-    def __init__(self, path: Path, **data: Any) -> None:
-        where = {} if "catalogs" in data else {"catalog": "c.parquet"}
-        self.recipe = _begin_run(path, **{**where, "buckets": _SHAPES, **data})
+    def __init__(self, path: Path, catalog: Catalog | dict[str, Catalog], **data: Any) -> None:
         self.directory = RunDirectory(path)
-        self.plan_history: PlanHistory | None = None
+        _begin_run(path, **section(**data).model_dump(exclude_none=True))
+        super().__init__(self.directory.catalogs_path, catalog, _BATCH_SIZE, **data)
 
-    def launch(
-        self,
-        catalog: Catalog | dict[str, Catalog],
-        steps: range,
-        world_size: int = 1,
-        lost: Collection[str] = (),
-        batch_size: int = _BATCH_SIZE,
-        **changes: Any,
-    ) -> PlanHistory:
-        """Train some steps on so many ranks; clips that are lost cannot be decoded."""
-        catalogs = catalog if isinstance(catalog, dict) else {"catalog": catalog}
-        values = {**self.recipe.data.model_dump(exclude_none=True), **changes}
-        data, kept = DataSection.model_validate(values), self.directory.catalogs_path
-        if self.plan_history is None:
-            self.plan_history = start(catalogs, data, batch_size, 0)
-        else:
-            history = self.plan_history.history
-            self.plan_history = resume(history, steps.start, catalogs, data, batch_size, 0, kept)
-        keep_catalogs(self.plan_history, catalogs, kept)
-        streams = stream_names(data)
-        ledger_path, history = self.directory.ledger_path, self.plan_history.history
-        folder = begin_launch(ledger_path, steps.start, world_size, streams, history)
+    def launch(self, end: int, world_size: int = 1, lost: Collection[str] = ()) -> None:
+        """Train up to a step on so many ranks; clips that are lost cannot be decoded."""
+        streams = stream_names(section(**self.data))
+        ledger_path, history = self.directory.ledger_path, self.plans.history
+        folder = begin_launch(ledger_path, self.step, world_size, streams, history)
         for rank in range(world_size):
             with Ledger(folder, rank, streams) as ledger:
-                for step in steps:
-                    ledger.record(_share(self.plan_history.batch(step), rank, world_size, lost))
-        return self.plan_history
+                for step in range(self.step, end):
+                    ledger.record(_share(self.plans.batch(step), rank, world_size, lost))
+        self.step = end
+
+    def launch_all(self, world_size: int = 1) -> None:
+        """Train to the end."""
+        assert self.plans.end_step is not None
+        self.launch(self.plans.end_step, world_size)
 
     def audit(self) -> Audit:
         return audit(self.directory)
@@ -114,15 +99,16 @@ def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
     stages: list[dict[str, Any]] = [{"name": "a", "epochs": 1}]
     stages += [{"name": "b", "epochs": 2, "global_batch_size": 6, "ramp_steps": 4}]
     stages[1]["where"] = ["num_frames >= 10"]
-    shapes: list[dict[str, Any]] = [_SHAPES[0], {**_SHAPES[1], "batch_size": 2}]
-    shapes += [{**_SHAPES[0], "num_frames": 2, "share": 0.4}]
+    shape = {"num_frames": 4, "height": 16, "width": 16}
+    shapes: list[dict[str, Any]] = [shape, shape | {"width": 32, "batch_size": 2}]
+    shapes += [shape | {"num_frames": 2, "share": 0.4}]
     fewer, more = (catalog_of(range(count), num_frames=lambda n: 4 + n) for count in (22, 26))
-    run = _Run(tmp_path, stages=stages, buckets=shapes)
-    run.launch(fewer, range(5), world_size=2)
-    plans = run.launch(more, range(5, 5), world_size=2, on_change="merge")
-    assert plans.end_step is not None
-    assert {plans.batch(step).batch_size for step in range(plans.end_step)} == {2, 4, 6}
-    run.launch(more, range(5, plans.end_step), world_size=2, on_change="merge")
+    run = _Run(tmp_path, fewer, stages=stages, buckets=shapes)
+    run.launch(5, world_size=2)
+    plans = run.resume(more)
+    run.launch(5, world_size=2)
+    run.launch_all(world_size=2)
+    assert {plans.batch(step).batch_size for step in range(run.step)} == {2, 4, 6}
     found = run.audit()
     assert found.ok
     assert [each.stage for each in found.epochs] == ["a", "b", "b"]
@@ -131,8 +117,8 @@ def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_run_that_consumed_its_plan_is_exact(tmp_path: Path, world_size: int) -> None:
-    run = _Run(tmp_path)
-    run.launch(catalog_of(range(22)), range(14), world_size)
+    run = _Run(tmp_path, catalog_of(range(22)))
+    run.launch(14, world_size)
     found = run.audit()
     assert found.ok
     assert (found.end_step, found.num_abandoned) == (14, 0)
@@ -145,8 +131,9 @@ def test_a_run_that_consumed_its_plan_is_exact(tmp_path: Path, world_size: int) 
 
 def test_several_catalogs_are_told_apart(tmp_path: Path) -> None:
     both = {"a": "a.parquet", "b": "b.parquet"}
-    run = _Run(tmp_path, catalogs=both, weights={"a": 2.0})
-    run.launch({"a": catalog_of(range(12)), "b": catalog_of(range(6, 18))}, range(12))
+    clips = {"a": catalog_of(range(12)), "b": catalog_of(range(6, 18))}
+    run = _Run(tmp_path, clips, catalogs=both, weights={"a": 2.0})
+    run.launch(12)
     found = run.audit()
     assert found.ok
     seen = {each.source: each.seen for each in found.epochs if each.epoch == 0}
@@ -187,8 +174,8 @@ def test_a_single_wrong_record_is_found(
     expected: tuple[int, int, int],
     world_size: int,
 ) -> None:
-    run = _Run(tmp_path)
-    run.launch(catalog_of(range(22)), range(14), world_size)
+    run = _Run(tmp_path, catalog_of(range(22)))
+    run.launch(14, world_size)
     _rewrite(_ledger_file(run, world_size - 1), forged)
     found = run.audit()
     assert not found.ok
@@ -201,9 +188,10 @@ def test_a_single_wrong_record_is_found(
 
 def test_rejected_clips_are_not_missing(tmp_path: Path) -> None:
     """They are counted in each epoch that would have had them."""
-    run, clips = _Run(tmp_path), catalog_of(range(22))
+    clips = catalog_of(range(22))
+    run = _Run(tmp_path, clips)
     lost = {clips.clip(3).identity, clips.clip(4).identity}
-    run.launch(clips, range(14), world_size=2, lost=lost)
+    run.launch(14, world_size=2, lost=lost)
     found = run.audit()
     assert found.ok
     assert [each.rejected for each in found.epochs[:2]] == [2, 2]
@@ -212,33 +200,34 @@ def test_rejected_clips_are_not_missing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("policy", "step"), [("finish", 3), ("merge", 5)])
 def test_a_run_whose_data_changed_twice_is_exact(tmp_path: Path, policy: str, step: int) -> None:
-    run = _Run(tmp_path, stages=[{"name": "only", "epochs": 4}])
-    run.launch(catalog_of(range(22)), range(step), 1)
-    run.launch(catalog_of(range(4, 30)), range(step, step + 3), 2, on_change=policy)
-    run.launch(catalog_of(range(40, 60)), range(step + 3, step + 3), 2, on_change=policy)
-    third: dict[str, Any] = {"on_change": policy, "batch_size": 2}
-    plan_history = run.launch(catalog_of(range(15)), range(step + 3, step + 6), 2, **third)
+    run = _Run(tmp_path, catalog_of(range(22)), stages=[{"name": "only", "epochs": 4}])
+    run.launch(step)
+    run.resume(catalog_of(range(4, 30)), on_change=policy)
+    run.launch(step + 3, 2)
+    run.resume(catalog_of(range(40, 60)), on_change=policy)
+    run.launch(step + 3, 2)
+    plans = run.resume(catalog_of(range(15)), batch_size=2, on_change=policy)
+    run.launch(step + 6, 2)
     found = run.audit()
     assert found.ok
     assert found.end_step == step + 6
-    planned = sum(len(plan_history.batch(each).rows) for each in range(step + 6))
+    planned = sum(len(plans.batch(each).rows) for each in range(step + 6))
     assert sum(each.seen for each in found.epochs) == planned
-    assert plan_history.end_step is not None
-    run.launch(catalog_of(range(15)), range(step + 6, plan_history.end_step), 1, **third)
+    run.launch_all()
     found = run.audit()
     assert found.ok
     assert _facts(found.epochs)[-1] == (3, 15, True)
 
 
 def test_an_epoch_with_nothing_left_after_a_change_is_exact(tmp_path: Path) -> None:
-    run = _Run(tmp_path, stages=[{"name": "only", "epochs": 2}])
     whole = catalog_of([1, 2, 4, 5, 7, 8])  # square ones, in one bucket
-    plan_history = run.launch(whole, range(1))
-    seen = {whole.clip(int(row)).identity for row in plan_history.batch(0).rows}
-    left = make_catalog(clip for clip in whole.clips() if clip.identity in seen)
-    plan_history = run.launch(left, range(1, 1), on_change="merge")
-    assert plan_history.end_step == 2
-    run.launch(left, range(1, 2), on_change="merge")
+    run = _Run(tmp_path, whole, stages=[{"name": "only", "epochs": 2}])
+    run.launch(1)
+    seen = names_of(run.plans.batch(0))
+    run.resume(make_catalog(clip for clip in whole.clips() if clip.identity in seen))
+    run.launch(1)
+    assert run.plans.end_step == 2
+    run.launch_all()
     found = run.audit()
     assert found.ok
     assert [epoch[:2] for epoch in _facts(found.epochs)] == [(0, 4), (1, 4)]
@@ -246,18 +235,18 @@ def test_an_epoch_with_nothing_left_after_a_change_is_exact(tmp_path: Path) -> N
 
 def test_clips_whose_first_bytes_coincide_are_no_repeats(tmp_path: Path) -> None:
     twins = catalog_of(range(22), identity=lambda n: "00" * 7 + f"{n:018x}")
-    run = _Run(tmp_path)
-    run.launch(twins, range(14))
+    run = _Run(tmp_path, twins)
+    run.launch(14)
     assert run.audit().ok
     _rewrite(_ledger_file(run), lambda data: data[:45] + data[30:])
     assert not run.audit().ok
 
 
 def test_without_a_ledger_or_its_catalogs_nothing_is_proved(tmp_path: Path) -> None:
-    run = _Run(tmp_path)
+    run = _Run(tmp_path, catalog_of(range(22)))
     with pytest.raises(DataError, match="has no ledger"):
         run.audit()
-    run.launch(catalog_of(range(22)), range(3))
+    run.launch(3)
     (kept,) = run.directory.catalogs_path.iterdir()
     kept.unlink()
     with pytest.raises(DataError, match=rf"{kept.name} does not keep it"):
@@ -288,19 +277,9 @@ class _RolledBackRun:
 
     def start(self, world_size: int = 1, step: int | None = None, **data: Any) -> None:
         """Start as a new process, from the beginning or from a state; told of all rollbacks."""
-        section = DataSection.model_validate(
-            {**self.recipe.data.model_dump(exclude_none=True), **data}
-        )
-        self.loaders = [
-            Loader(
-                section,
-                batch_size=_BATCH_SIZE,
-                rank=rank,
-                world_size=world_size,
-                kept=self.directory.catalogs_path,
-            )
-            for rank in range(world_size)
-        ]
+        changed = DataSection.model_validate(self.recipe.data.model_dump(exclude_none=True) | data)
+        kept = self.directory.catalogs_path
+        self.loaders = on_ranks(changed, world_size, batch_size=_BATCH_SIZE, kept=kept)
         self._go_on_from(step)
 
     def _go_on_from(self, step: int | None) -> None:

@@ -139,10 +139,6 @@ def test_a_few_pixels_are_the_same_aspect_ratio(sized: _Sized) -> None:
     assert _chosen(clips, [_bucket(960, 640, 9), _bucket(900, 640, 17)]) == [0]
 
 
-def test_of_equal_buckets_the_first_is_chosen(sized: _Sized) -> None:
-    assert _chosen(sized([(96, 64, 9)]), [_SHAPES[1], _SHAPES[1]]) == [0]
-
-
 def test_a_clip_that_is_too_short_has_no_bucket(sized: _Sized) -> None:
     shapes = [_bucket(64, 64, 9)]
     assert span(shapes[0], stride=3) == 25
@@ -245,12 +241,6 @@ def test_windows_stay_inside_their_clip(clip: Clip, seed: int, stride: int) -> N
     assert window.seek_to == (100 + 10 * keyframe if keyframe else None)
 
 
-def test_every_start_is_equally_likely(clip: Clip) -> None:
-    starts = Counter(sample_window(clip, _SHAPE, section(), seed).start for seed in _SEEDS)
-    assert set(starts) == set(range(17))
-    assert sum((n - 400 / 17) ** 2 / (400 / 17) for n in starts.values()) < 39.3  # p > 0.001
-
-
 def test_without_timestamps_frames_are_counted(clip: Clip) -> None:
     for seed in _SEEDS[:20]:
         window = sample_window(replace(clip, timing=None), _SHAPE, section(), seed)
@@ -309,17 +299,20 @@ def test_a_clip_of_one_windows_length_has_only_that(clip: Clip) -> None:
 
 @pytest.mark.parametrize(
     ("windows", "expected"),
-    [(1, [8]), (2, [0, 16]), (3, [0, 8, 16]), (4, [0, 5, 11, 16]), (5, [0, 4, 8, 12, 16])],
+    [
+        (None, list(range(17))),
+        *((1, [8]), (2, [0, 16]), (3, [0, 8, 16]), (4, [0, 5, 11, 16]), (5, [0, 4, 8, 12, 16])),
+    ],
 )
-def test_a_fixed_number_of_windows_is_spread_over_the_clip(
-    clip: Clip, windows: int, expected: list[int]
+def test_windows_are_spread_over_the_clip_and_equally_likely(
+    clip: Clip, windows: int | None, expected: list[int]
 ) -> None:
     data = section(windows=windows)
     assert list(starts(clip, _SHAPE, data)) == expected
     chosen = Counter(sample_window(clip, _SHAPE, data, seed).start for seed in _SEEDS)
     assert sorted(chosen) == expected
-    share = 400 / windows
-    assert sum((n - share) ** 2 / share for n in chosen.values()) < 18.5  # p > 0.001
+    share, limit = 400 / len(expected), 18.5 if windows else 39.3  # p > 0.001
+    assert sum((n - share) ** 2 / share for n in chosen.values()) < limit
     assert is_only_window(clip, _SHAPE, data) == (windows == 1)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from tests.build import cache_entries
+from tests.data.build import on_ranks, shares_of
 from torch import Tensor
 
 from longtake.config import DataSection
@@ -53,8 +54,8 @@ def _section(folder: Path, **values: Any) -> DataSection:
     return DataSection.model_validate({**always, "windows": 2, "flip": 0.5, **values})
 
 
-def _loader(data: DataSection, **values: Any) -> Loader:
-    return Loader(data, **{"batch_size": 4, "seed": 3, **values})
+def _loader(data: DataSection) -> Loader:
+    return Loader(data, batch_size=4, seed=3)
 
 
 def _cache(data: DataSection, folder: Path) -> Cache:
@@ -186,15 +187,15 @@ def test_a_clip_that_cannot_be_decoded_is_found_out_when_its_turn_comes(
     report = _fill(cache, data)
     assert {each.path for each in report.failures.values()} == {str(damaged / "2.mp4")}
     assert len(report.failures) == 4  # two windows, mirrored and not
-    plain = [_loader(data, rank=r, world_size=world_size) for r in range(world_size)]
-    cached = [_loader(data, rank=r, world_size=world_size) for r in range(world_size)]
+    plain, cached = (on_ranks(data, world_size, batch_size=4, seed=3) for _ in range(2))
     for loader in cached:
         loader.read_from(cache, report.failures)
-    for shares in zip(*(_steps(plain), _steps(cached)), strict=True):
+    for shares in zip(shares_of(plain, 12), shares_of(cached, 12), strict=True):
         for one, other in zip(*shares, strict=True):
             assert torch.equal(one.weights, other.weights)
             assert one.rejected == other.rejected
             assert one.identities == other.identities
+            assert other.latents is not None
             assert torch.equal(other.latents, one.videos.float().mean(dim=(3, 4), keepdim=True))
     assert plain[0].state_dict() == cached[0].state_dict()
     assert len(plain[0].quarantine.clips) == 1
@@ -221,16 +222,6 @@ def test_a_clip_whose_file_has_changed_fails_though_the_cache_holds_it(
     for _ in loader.batches(4):
         pass
     assert set(loader.quarantine.failures) == {failure.identity}
-
-
-def _steps(ranks: list[Loader]) -> Any:
-    """Each step's shares; what one rank cannot have, it tells the others."""
-    for shares in zip(*(rank.batches(12) for rank in ranks), strict=True):
-        failures = [rank.quarantine.failures for rank in ranks]
-        for rank in ranks:
-            for clips in failures:
-                rank.quarantine.add(clips)
-        yield shares
 
 
 def test_a_quarantined_clip_is_not_asked_for(damaged: Path, tmp_path: Path) -> None:

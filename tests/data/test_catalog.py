@@ -317,10 +317,3 @@ def test_values_that_no_index_writes_are_damage(
     for reader in _READERS:
         with pytest.raises(DataError, match=f"is damaged: {message}"):
             reader(path)
-
-
-def test_an_empty_catalog_can_be_kept(tmp_path: Path) -> None:
-    make_catalog([]).save(tmp_path / "catalog.parquet")
-    again = Catalog.load(tmp_path / "catalog.parquet")
-    assert (len(again), list(again.clips()), again.captions()) == (0, [], [])
-    assert again.fingerprint == make_catalog([]).fingerprint

@@ -1,6 +1,5 @@
 """Further inputs of clips are read as their windows are: cut, mirrored, strided, checked."""
 
-import csv
 import json
 import os
 import shutil
@@ -9,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import catalog_of, load, pictures_of
+from tests.data.build import catalog_of, load, pictures_of, write_table
 
 from longtake.config import Bucket, ConditioningSection, DataSection, parse
 from longtake.data.buckets import sample_window
@@ -121,7 +118,6 @@ def _refused(section: dict[str, Any], name: str = "pose") -> str:
         ({"kind": "depth"}, "data.conditioning.pose.kind is 'depth'; it should be 'picture', "),
         ({"path": None}, "data.conditioning.pose needs one of path, column, frame and frames"),
         ({"column": "a"}, "data.conditioning.pose needs one of path, column, frame and frames"),
-        ({"paht": "x.png"}, "data.conditioning.pose.paht is not a key of a recipe; did you mean "),
     ],
 )
 def test_a_section_that_cannot_mean_anything_is_refused(section: dict[str, Any], said: str) -> None:
@@ -176,7 +172,7 @@ def test_of_a_video_the_first_frame_counts(material: Path, tmp_path: Path) -> No
     out = tmp_path / "catalog.parquet"
     index([tmp_path], captions=None, out=out, workers=0)
     for clip in Catalog.load(out).clips():
-        reference = _picture(clip, Path(clip.path))
+        reference = _picture(clip, Path(clip.path), random_crop=True)
         (first, *_), clip_height = pictures_of(clip.path, clip.rotation), clip.height
         assert first.shape[0] == clip_height
         expected = Image.fromarray(first).resize(
@@ -189,15 +185,6 @@ def test_of_a_video_the_first_frame_counts(material: Path, tmp_path: Path) -> No
         data = DataSection(catalog=out, buckets=(_SHAPE,))
         first_frame = read_window(sample_window(clip, _SHAPE, data, 0))
         assert first_frame.shape == (3, 1, 24, 32)
-
-
-def test_an_empty_video_is_no_picture(path: Path, tmp_path: Path) -> None:
-    clip = Catalog.load(path).clip(0)
-    (tmp_path / "empty.mp4").touch()
-    with pytest.raises(ClipError, match="not a readable video"):
-        read(_picture(clip, tmp_path / "empty.mp4"))
-    with pytest.raises(ClipError, match="not a readable image"):
-        read(_picture(clip, tmp_path / "no.png"))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -284,22 +271,6 @@ def test_clips_in_tars_have_no_folder_to_look_in(tmp_path: Path) -> None:
     Loader(_section(tmp_path / "catalog.parquet", conditioning={}), batch_size=1)
 
 
-def test_a_videos_pose_video_moves_with_its_crop(tmp_path: Path) -> None:
-    for folder in ("clips", "pose"):
-        (tmp_path / folder).mkdir()
-        frames = np.zeros((3, 48, 96, 3), np.uint8)
-        frames[:, :, 48:] = 200
-        write_video(tmp_path / folder / "a.mp4", frames, fps=8)
-    (tmp_path / "clips" / "a.txt").write_text("half bright")
-    out = tmp_path / "catalog.parquet"
-    index([tmp_path / "clips"], captions=None, out=out, workers=0)
-    pose = {"pose": {"kind": "picture", "path": "../pose/{stem}.mp4"}}
-    data = _section(out, conditioning=pose, random_crop=True, flip=0.5, stills_from_videos=True)
-    for batch in Loader(data, batch_size=1).batches(8):
-        video, reference = batch.videos[0, 0, 0], batch.inputs["pose"][0, 0, 0]
-        assert ((video > 100) == (reference > 100)).float().mean() > 0.96
-
-
 def _frames(count: int, height: int, width: int) -> NDArray[np.uint8]:
     """Frames of which each has a brightness of its own, and a dark left half."""
     levels = np.linspace(60, 250, count).astype(np.uint8)
@@ -360,9 +331,8 @@ def test_a_video_that_is_the_clip_gives_the_clips_pixels(
         "intel/again.mkv",  # timestamps in whole milliseconds
     ],
 )
-@pytest.mark.parametrize("stride", [1, 2])
 def test_at_another_frame_rate_inputs_follow_the_clips_frames(
-    material: Path, tmp_path: Path, name: str, fps: float, stride: int
+    material: Path, tmp_path: Path, name: str, fps: float
 ) -> None:
     media = Media(str(material / "videos" / name))
     found = Clip(media=media, caption="", **probe(media).clip_fields)
@@ -375,16 +345,10 @@ def test_at_another_frame_rate_inputs_follow_the_clips_frames(
         "table": {**numbers, "column": "path"},
     }
     clip = replace(found, conditioning={"path": tuple(rows.ravel().astype(float).tolist())})
-    data = _section(
-        Path("c"),
-        buckets=[_LONG.model_dump()],
-        conditioning=sections,
-        frame_stride=stride,
-        random_crop=True,
-        flip=0.5,
-        fps=fps,
-    )
-    for seed in (0, 1, 2):
+    values: dict[str, Any] = {"random_crop": True, "flip": 0.5, "fps": fps}
+    values |= {"buckets": [_LONG.model_dump()], "conditioning": sections}
+    for seed, stride in ((0, 1), (1, 1), (2, 2), (3, 2)):
+        data = _section(Path("c"), frame_stride=stride, **values)
         window = sample_window(clip, _LONG, data, seed)
         assert len(window.frames) == 3
         inputs = {
@@ -440,12 +404,15 @@ def test_a_mask_of_another_size_is_cut_as_the_clip_and_a_picture_is_for_all_fram
         ("video", "square.png", r"is one picture, and 3 frames were wanted; kind = \"picture\""),
         ("video", "short.mp4", r"ends before frame \d; a video has a frame for each of its clip's"),
         ("mask", "none.mp4", "not a readable video: No such file"),
+        ("picture", "empty.mp4", "not a readable video"),
+        ("picture", "none.png", "not a readable image"),
     ],
 )
 def test_what_does_not_fit_its_clip_is_refused(
     kind: str, name: str, said: str, tmp_path: Path
 ) -> None:
     _, clip = _clip_of(tmp_path)
+    (tmp_path / "empty.mp4").touch()
     Image.new("L", (20, 20)).save(tmp_path / "square.png")
     write_video(tmp_path / "short.mp4", _frames(2, 48, 64), fps=8)
     with pytest.raises(ClipError, match=said):
@@ -496,26 +463,22 @@ def test_numbers_follow_the_windows_frames(suffix: str, tmp_path: Path) -> None:
         ("a.csv", "x,y\n1,2\n3,up\n", "no list of numbers: could not convert string to float"),
         ("a.csv", "", "has 0 numbers; expected 9 rows"),
         ("a.npy", "no array", "no list of numbers: "),
+        ("a.npy", np.array([print], object), "no list of numbers: Object arrays cannot be loaded"),
         ("a.txt", "1 2", r"ends in \.txt; expected \.json, \.csv, \.npy"),
         ("b.json", None, "b.json: does not exist"),
     ],
 )
 def test_numbers_that_are_not_what_the_recipe_says_are_refused(
-    name: str, content: str | None, said: str, tmp_path: Path
+    name: str, content: str | NDArray[Any] | None, said: str, tmp_path: Path
 ) -> None:
     _, clip = _clip_of(tmp_path)
-    if content is not None:
+    if isinstance(content, str):
         (tmp_path / name).write_text(content)
+    elif content is not None:
+        np.save(tmp_path / name, content, allow_pickle=True)
     section = {"kind": "numbers", "path": f"../{name}", "width": 2, "per_frame": True}
     with pytest.raises(ClipError, match=said):
         _read(clip, section)
-
-
-def test_pickled_numbers_are_not_unpickled(tmp_path: Path) -> None:
-    _, clip = _clip_of(tmp_path)
-    np.save(tmp_path / "a.npy", np.array([print], dtype=object), allow_pickle=True)
-    with pytest.raises(ClipError, match="no list of numbers: Object arrays cannot be loaded"):
-        _read(clip, {"kind": "numbers", "path": "../a.npy", "width": 1})
 
 
 def test_numbers_of_another_width_are_found_before_step_1(tmp_path: Path) -> None:
@@ -583,20 +546,6 @@ _LINES = [
 ]
 
 
-def _table(tmp_path: Path, kind: str, lines: list[dict[str, Any]]) -> Path:
-    path = tmp_path / f"table.{kind}"
-    if kind == "jsonl":
-        path.write_text("\n".join(map(json.dumps, lines)))
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist(lines), path)
-    else:
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(lines[0]))
-            writer.writeheader()
-            writer.writerows(lines)
-    return path
-
-
 @pytest.fixture
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
     for folder in ("clips", "maps"):
@@ -613,7 +562,7 @@ def test_columns_of_a_table_come_with_its_clips(
 ) -> None:
     """Paths and numbers, which the catalog keeps; numbers are a part of its fingerprint."""
     out, names = tmp_path / "catalog.parquet", ("depth", "camera", "scene")
-    table = _table(tmp_path, kind, lines)
+    table = write_table(tmp_path / f"table.{kind}", lines)
     index([table], captions=None, out=out, workers=0, conditioning=names)
     catalog = Catalog.load(out)
     assert catalog.conditioning_names == names
@@ -639,7 +588,13 @@ def test_columns_of_a_table_come_with_its_clips(
     index([table], captions=None, out=plain, workers=0)
     lines[0]["camera"] = lines[1]["camera"]
     other = tmp_path / "other.parquet"
-    index([_table(tmp_path, kind, lines)], captions=None, out=other, workers=0, conditioning=names)
+    index(
+        [write_table(tmp_path / f"table.{kind}", lines)],
+        captions=None,
+        out=other,
+        workers=0,
+        conditioning=names,
+    )
     prints = [Catalog.load(path).fingerprint for path in (out, plain, other)]
     assert len(set(prints)) == 3
     scored = catalog.with_attribute("score", np.zeros(2))
@@ -670,7 +625,7 @@ def test_a_table_that_lacks_an_input_is_refused(
     changes: dict[str, Any], said: str, lines: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     lines[0] |= changes
-    table, out = _table(tmp_path, "jsonl", lines), tmp_path / "catalog.parquet"
+    table, out = write_table(tmp_path / "table.jsonl", lines), tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match=said):
         index([table], captions=None, out=out, workers=0, conditioning=("depth", "camera"))
     assert not out.exists()
@@ -700,7 +655,7 @@ def test_a_table_that_lacks_an_input_is_refused(
 def test_a_catalog_without_what_a_recipe_names_is_refused(
     section: dict[str, Any], said: str, lines: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    table, out = _table(tmp_path, "jsonl", lines), tmp_path / "catalog.parquet"
+    table, out = write_table(tmp_path / "table.jsonl", lines), tmp_path / "catalog.parquet"
     index([table], captions=None, out=out, workers=0, conditioning=("depth", "camera"))
     with pytest.raises(DataError, match=said):
         Loader(_section(out, conditioning={"it": section}), batch_size=1)

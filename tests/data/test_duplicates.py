@@ -3,11 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from tests.data.build import pictures_of
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
@@ -41,11 +41,6 @@ def test_every_pair_within_the_distance_is_found_once(num_words: int, most: int)
     }
 
 
-def _read(path: Path) -> NDArray[np.uint8]:
-    with av.open(path) as container:
-        return np.stack([f.to_ndarray(format="rgb24") for f in container.decode(video=0)])
-
-
 def _half(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
     height, width = (side // 4 * 2 for side in video.shape[1:3])
     frames = (Image.fromarray(frame).resize((width, height)) for frame in video)
@@ -62,7 +57,7 @@ def test_copies_of_real_clips_are_found_and_other_clips_are_not(
 ) -> None:
     videos, sources = material / "videos", list[Path]()
     for name in _COPIED:
-        video = _read(videos / name)
+        video = pictures_of(str(videos / name))
         copies = {
             "coarse": (video, 36),
             "half": (_half(video), 23),

@@ -4,7 +4,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,10 +59,11 @@ def test_the_frame_rate_is_kept(tmp_path: Path, fps: float) -> None:
 
 def test_a_higher_crf_makes_a_smaller_file(tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (4, 32, 48, 3), np.uint8)
-    write_video(tmp_path / "fine.mp4", noise, fps=8, crf=0)
-    write_video(tmp_path / "coarse.mp4", noise, fps=8, crf=40)
-    fine, coarse = (tmp_path / name for name in ("fine.mp4", "coarse.mp4"))
-    assert coarse.stat().st_size < fine.stat().st_size / 2
+    sizes = []
+    for crf in (0, 40):
+        write_video(tmp_path / "clip.mp4", noise, fps=8, crf=crf)
+        sizes.append((tmp_path / "clip.mp4").stat().st_size)
+    assert sizes[1] < sizes[0] / 2
 
 
 @pytest.mark.parametrize(
@@ -128,33 +128,26 @@ def test_an_interrupted_write_leaves_nothing_behind(
     assert probe(Media(str(path))).num_frames == 2
 
 
-_Pictures = Callable[[Clip], NDArray[np.uint8]]
+_SMALL = Settings(sizes=((32, 48),))
 
 
 def _prepare(
-    folder: Path, settings: Settings
+    folder: Path, settings: Settings = _SMALL
 ) -> tuple[PrepareReport, dict[str, tuple[Clip, Clip]]]:
     """Index a folder, prepare it, and pair every clip with what was made of it, by name."""
-    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
-    report = prepare(
-        folder / "catalog.parquet", folder.parent / "out", settings=settings, workers=0
-    )
-    before = {clip.identity: clip for clip in Catalog.load(folder / "catalog.parquet").clips()}
-    after = Catalog.load(report.catalog).clips()
-    pairs = ((before[clip.prepared_from], clip) for clip in after)
+    catalog = folder / "catalog.parquet"
+    index([folder], captions=None, out=catalog, workers=0)
+    report = prepare(catalog, folder.parent / "out", settings=settings, workers=0)
+    before = {clip.identity: clip for clip in Catalog.load(catalog).clips()}
+    pairs = ((before[clip.prepared_from], clip) for clip in Catalog.load(report.catalog).clips())
     return report, {Path(old.path).name: (old, new) for old, new in pairs}
 
 
-@pytest.fixture(scope="session")
-def pictures() -> _Pictures:
-    """Gives all frames of a clip, [F, H, W, 3], upright."""
-
-    def read(clip: Clip) -> NDArray[np.uint8]:
-        if clip.kind == "image":
-            return read_image(clip.media)[None]
-        return pictures_of(clip.path, clip.rotation, clip.stream_index)
-
-    return read
+def _pictures(clip: Clip) -> NDArray[np.uint8]:
+    """All frames, [F, H, W, 3], upright."""
+    if clip.kind == "image":
+        return read_image(clip.media)[None]
+    return pictures_of(clip.path, clip.rotation, clip.stream_index)
 
 
 def _resized(frames: NDArray[np.uint8], clip: Clip) -> NDArray[np.uint8]:
@@ -192,9 +185,7 @@ def catalog(videos: Path) -> Path:
     return out
 
 
-def test_real_clips_keep_frames_times_and_colours(
-    material: Path, tmp_path: Path, pictures: _Pictures
-) -> None:
+def test_real_clips_keep_frames_times_and_colours(material: Path, tmp_path: Path) -> None:
     names = [
         *("torchcodec/nasa_13013_rotated.mp4", "derived/vfr_bikes_h264.mp4"),
         *("torchcodec/bt601_full_range.mp4", "torchcodec/testsrc2_odd_width_444.mp4"),
@@ -211,8 +202,8 @@ def test_real_clips_keep_frames_times_and_colours(
         assert (new.num_frames, new.rotation, new.codec) == (old.num_frames, 0, "h264"), name
         assert set(new.keyframes) == set(range(0, new.num_frames, 12)), name
         np.testing.assert_allclose(_seconds(new), _seconds(old), atol=1e-4, err_msg=name)
-        shown = pictures(new).astype(np.float64)
-        difference = shown - _resized(pictures(old), new)
+        shown = _pictures(new).astype(np.float64)
+        difference = shown - _resized(_pictures(old), new)
         assert np.abs(difference.mean((0, 1, 2))).max() < 1.5, name  # no colour cast
         # A test pattern's thin edges survive neither scaling nor 4:2:0 well; nature does.
         limit = 20 if re.match("testsrc|bt601|discard", name) else 8
@@ -253,10 +244,10 @@ def test_a_span_of_a_film_becomes_a_clip_of_its_own(videos: Path, gop: int) -> N
 
 
 def test_captions_scores_and_origin_go_along(videos: Path) -> None:
-    _, pairs = _prepare(videos, Settings(sizes=((32, 48),)))
+    _, pairs = _prepare(videos)
     path = videos / "catalog.parquet"
     Catalog.load(path).with_attribute("nouns", np.array([1.0, 2.0, np.nan])).save(path)
-    report = prepare(path, videos.parent / "out", settings=Settings(sizes=((32, 48),)), workers=0)
+    report = prepare(path, videos.parent / "out", settings=_SMALL, workers=0)
     old = {clip.identity: clip for clip in Catalog.load(path).clips()}
     for clip in Catalog.load(report.catalog).clips():
         source = old[clip.prepared_from]
@@ -267,51 +258,49 @@ def test_captions_scores_and_origin_go_along(videos: Path) -> None:
     assert json.dumps({"catalog": str(report.catalog)})
 
 
-def test_pictures_are_the_same_but_smaller(videos: Path, pictures: _Pictures) -> None:
-    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), crf=6))
+def test_pictures_are_the_same_but_smaller(videos: Path) -> None:
+    _, pairs = _prepare(videos, replace(_SMALL, crf=6))
     for old, new in pairs.values():
         assert (new.height, new.width) == (32, 48)
-        difference = pictures(new).astype(np.float64) - _resized(pictures(old), new)
+        difference = _pictures(new).astype(np.float64) - _resized(_pictures(old), new)
         assert np.sqrt((difference**2).mean()) < 3
 
 
 def test_what_is_there_is_not_written_again(videos: Path) -> None:
-    settings = Settings(sizes=((32, 48),))
-    first, pairs = _prepare(videos, settings)
+    first, pairs = _prepare(videos)
     stamps = {new.path: os.stat(new.path).st_mtime_ns for _, new in pairs.values()}  # noqa: PTH116
     victim = Path(pairs["a.mp4"][1].path)
     content = victim.read_bytes()
     victim.unlink()
     left = victim.with_name(f".{victim.stem}.0123abcd.partial.mp4")
     left.write_bytes(content[:99])  # of a process that was killed
-    second, _ = _prepare(videos, settings)
+    second, _ = _prepare(videos)
     assert not left.exists()
     assert (first.reused, second.reused, second.prepared) == (0, 2, 3)
     assert victim.read_bytes() == content
     changed = [path for path, stamp in stamps.items() if Path(path).stat().st_mtime_ns != stamp]
     assert changed == [str(victim)]
-    third, _ = _prepare(videos, replace(settings, gop=5))
+    third, _ = _prepare(videos, replace(_SMALL, gop=5))
     assert third.reused == 0
 
 
 def test_a_damaged_prepared_file_is_written_anew_next_time(videos: Path) -> None:
-    settings = Settings(sizes=((32, 48),))
-    _, pairs = _prepare(videos, settings)
+    _, pairs = _prepare(videos)
     victim = Path(pairs["a.mp4"][1].path)
     victim.write_bytes(victim.read_bytes()[:500])
-    report, _ = _prepare(videos, settings)
+    report, _ = _prepare(videos)
     (rejection,) = report.rejected
     assert rejection.path == pairs["a.mp4"][0].path
     assert rejection.reason.startswith("its prepared file: not a readable video")
-    assert _prepare(videos, settings)[0].rejected == []
+    assert _prepare(videos)[0].rejected == []
 
 
 def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path, catalog: Path) -> None:
     """A file that vanished or changed its content since it was indexed is named."""
     (videos / "a.mp4").unlink()
     shutil.copyfile(videos / "c.png", videos / "b.mp4")
-    out, settings = videos.parent / "out", Settings(sizes=((32, 48),))
-    report = prepare(catalog, out, settings=settings, workers=0)
+    out = videos.parent / "out"
+    report = prepare(catalog, out, settings=_SMALL, workers=0)
     assert report.prepared == 1
     reasons = {Path(each.path).name: each.reason for each in report.rejected}
     assert reasons["a.mp4"] == "does not exist"
@@ -319,16 +308,16 @@ def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path, cat
     (videos / "c.png").unlink()
     shutil.rmtree(out)
     with pytest.raises(DataError, match=r"None of 3 clips could be prepared.*\n.*a\.mp4: does not"):
-        prepare(catalog, out, settings=settings, workers=0)
+        prepare(catalog, out, settings=_SMALL, workers=0)
 
 
 def test_fps_thins_out_and_never_doubles(videos: Path) -> None:
-    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), fps=3.0))
+    _, pairs = _prepare(videos, replace(_SMALL, fps=3.0))
     old, new = pairs["a.mp4"]
     kept = _seconds(new)
     assert set(np.round(kept, 4)) <= set(np.round(_seconds(old), 4))
     assert new.num_frames == len({int(second * 3 + 1e-6) for second in _seconds(old)})
-    _, pairs = _prepare(videos, Settings(sizes=((32, 48),), fps=60.0))
+    _, pairs = _prepare(videos, replace(_SMALL, fps=60.0))
     assert pairs["a.mp4"][1].num_frames == 30
 
 
@@ -370,15 +359,9 @@ def test_settings_that_cannot_be_are_refused_first(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_source_catalog_is_never_overwritten(videos: Path, catalog: Path) -> None:
-    with pytest.raises(DataError, match=r"is the catalog to be prepared\. Name another folder"):
-        prepare(catalog, videos, settings=Settings(sizes=((8, 8),)))
-
-
 def test_progress_counts_writing_and_checking(catalog: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    settings = Settings(sizes=((32, 48),))
-    prepare(catalog, tmp_path / "out", settings=settings, progress=lambda *each: told.append(each))
+    prepare(catalog, tmp_path / "out", settings=_SMALL, progress=lambda *each: told.append(each))
     assert told == [(done, 6) for done in range(1, 7)]
 
 
@@ -388,17 +371,19 @@ def test_a_clip_in_a_tar_is_prepared_from_there(videos: Path) -> None:
     (clip,) = Catalog.load(videos / "catalog.parquet").clips()
     (videos / "joined.tar").write_bytes(b"x" * 100 + (videos / "a.mp4").read_bytes() + b"y" * 100)
     make_catalog([replace(clip, media=media)]).save(videos / "joined.parquet")
-    settings = Settings(sizes=((32, 48),))
-    one = prepare(videos / "catalog.parquet", videos / "one", settings=settings).catalog
-    two = prepare(videos / "joined.parquet", videos / "two", settings=settings).catalog
+    one = prepare(videos / "catalog.parquet", videos / "one", settings=_SMALL).catalog
+    two = prepare(videos / "joined.parquet", videos / "two", settings=_SMALL).catalog
     assert Catalog.load(one).fingerprint == Catalog.load(two).fingerprint
 
 
-def test_nothing_but_a_catalog_is_overwritten(videos: Path, catalog: Path) -> None:
-    """A file of somebody else's under the new catalog's name is left alone."""
+def test_neither_the_source_catalog_nor_a_file_of_others_is_overwritten(
+    videos: Path, catalog: Path
+) -> None:
+    with pytest.raises(DataError, match=r"is the catalog to be prepared\. Name another folder"):
+        prepare(catalog, videos, settings=_SMALL)
     precious = videos.parent / "out" / "catalog.parquet"
     precious.parent.mkdir()
     precious.write_text("precious")
     with pytest.raises(DataError, match="exists and is not a catalog; it was not overwritten"):
-        prepare(catalog, precious.parent, settings=Settings(sizes=((8, 8),)))
+        prepare(catalog, precious.parent, settings=_SMALL)
     assert precious.read_text() == "precious"

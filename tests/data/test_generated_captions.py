@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import Oracle, identities_of, names_of, pictures_of, section
+from tests.data.build import pictures_of
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import CAPTIONED, Catalog
@@ -18,9 +18,8 @@ from longtake.data.clip import Clip
 from longtake.data.encode import write_video
 from longtake.data.generated_captions import Captioned, FrameChoice, caption, write_lines
 from longtake.data.index import index
-from longtake.data.plan_history import keep_catalogs, resume, start
 from longtake.data.scores import score
-from longtake.errors import DataChangedError, DataError
+from longtake.errors import DataError
 
 Frames = NDArray[np.uint8]
 
@@ -217,36 +216,3 @@ def test_indexing_again_keeps_a_models_captions_unless_the_sources_have_one(
     other = _by_name(Catalog.load(tmp_path / "other.parquet"))
     assert other["0.png"] == "by hand"
     assert other["1.png"] == "1"
-
-
-@pytest.mark.parametrize("policy", ["merge", "finish"])
-def test_a_run_on_the_catalog_sees_a_change_of_its_data(
-    half: Catalog, tmp_path: Path, policy: str
-) -> None:
-    """Clips that get their first caption join the epoch, or the next one; none is repeated."""
-    shapes = [{"num_frames": 1, "height": 16, "width": 16}]
-    data = section(buckets=shapes, stages=[{"name": "only", "epochs": 2}])
-    plans = start({"catalog": half}, data, 3, 0)
-    keep_catalogs(plans, {"catalog": half}, tmp_path)
-    captioned = [identity for identity, text in _texts(half).items() if text]
-    oracle = Oracle({0: set(captioned), 1: set(captioned)})
-    for step in range(2):
-        for identity in names_of(plans.batch(step)):
-            oracle.consume(0, identity)
-    after = _caption(half, _Seen(), tmp_path / "c.parquet").catalog
-    assert after.fingerprint != half.fingerprint
-    with pytest.raises(DataChangedError, match=r"since step 2:\n.*13 with another caption"):
-        resume(plans.history, 2, {"catalog": after}, data, 3, 0, tmp_path)
-    changed = data.model_copy(update={"on_change": policy})
-    plans = resume(plans.history, 2, {"catalog": after}, changed, 3, 0, tmp_path)
-    oracle.change(policy, identities_of(after), counted=0)
-    assert plans.end_step is not None
-    for step in range(2, plans.end_step):
-        batch = plans.batch(step)
-        for identity, epoch in zip(names_of(batch), batch.epochs, strict=True):
-            oracle.consume(epoch, identity)
-    oracle.check()
-
-
-def _texts(clips: Catalog) -> dict[str, str]:
-    return {clip.identity: clip.caption for clip in clips.clips()}

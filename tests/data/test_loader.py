@@ -17,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
-from tests.data.build import Oracle, identities_of, load, oracle_of
+from tests.data.build import Oracle, identities_of, load, oracle_of, shares_of
 from tests.data.catalogs import make_catalog
 
 from longtake.config import DataSection
@@ -133,16 +133,9 @@ def _join(shares: tuple[Batch, ...]) -> Batch:
     )
 
 
-def _over_ranks(loaders: Sequence[Loader], end: int | None = _STEPS) -> list[Batch]:
-    """The global batches of ranks that tell each other what they cannot decode, as in training."""
-    batches = []
-    for shares in zip(*(loader.batches(end) for loader in loaders), strict=True):
-        failures = [loader.quarantine.failures for loader in loaders]
-        for loader in loaders:
-            for clips in failures:
-                loader.quarantine.add(clips)
-        batches.append(_join(shares))
-    return batches
+def _over_ranks(ranks: Sequence[Loader], end: int | None = _STEPS) -> list[Batch]:
+    """The global batches."""
+    return [_join(shares) for shares in shares_of(ranks, end)]
 
 
 def _ranks(path: Path, world_size: int, **values: Any) -> list[Loader]:

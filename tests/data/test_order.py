@@ -1,7 +1,5 @@
 """The order of the data is a pure function that consumes every clip once per epoch."""
 
-import subprocess
-import sys
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
@@ -212,16 +210,6 @@ def test_the_order_itself_is_pinned() -> None:
     assert (late.bucket, late.positions.tolist()) == (0, [0, 2])
     assert permuted(np.arange(8), 8, 7, "clips", 0, 0).tolist() == [5, 3, 6, 4, 1, 0, 2, 7]
     assert derive(7, "sample", 3, "0123abcd") == 7305486378570158286
-
-
-def test_the_order_is_the_same_in_another_process() -> None:
-    code = (
-        "from longtake.data.order import EpochSpan\n"
-        "span = EpochSpan((5, 0, 3), 2, 7, 'all/catalog', 1, 3)\n"
-        "print([span.batch(index).positions.tolist() for index in range(13)])"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str([each[3] for each in _described(_PINNED, 13)])
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1])

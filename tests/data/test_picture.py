@@ -1,7 +1,6 @@
 """What a file says of its picture beside its pixels."""
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -35,19 +34,6 @@ from longtake.inspection.catalog_facts import catalog_stats
 _ONE = 1 << 16
 
 
-def _write(path: Path, matrix: Sequence[int], picture: NDArray[np.float64]) -> None:
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("libx264", rate=24)
-        assert isinstance(stream, av.VideoStream)
-        stream.height, stream.width = picture.shape
-        stream.pix_fmt = "yuv420p"
-        stream.set_display_matrix(list(matrix))
-        pixels = np.repeat(picture[..., None], 3, axis=2).astype(np.uint8)
-        for _ in range(2):
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels)))
-        out.mux(stream.encode())
-
-
 @pytest.mark.parametrize(
     ("a", "b", "c", "d"),
     [
@@ -61,10 +47,11 @@ def test_a_video_is_read_and_prepared_as_its_display_matrix_shows_it(
     """The matrix shows right of a decoded picture at (a, b) and down at (c, d); y points down."""
     (tmp_path / "clips").mkdir()
     greys = np.array([[40, 100], [160, 220]])
-    _write(
+    picture = np.kron(greys, np.ones((32, 64))).astype(np.uint8)
+    build.encode_plainly(
         tmp_path / "clips" / "clip.mp4",
+        [np.repeat(picture[..., None], 3, axis=2)] * 2,
         matrix=[each * _ONE for each in (a, b, 0, c, d, 0, 0, 0)] + [1 << 30],
-        picture=np.kron(greys, np.ones((32, 64))),
     )
     shown = np.zeros((2, 2))
     for q, p in np.ndindex(2, 2):
@@ -112,9 +99,7 @@ def test_what_is_encoded_must_be_finite() -> None:
 
 
 def test_duplicates_with_another_caption_are_named(tmp_path: Path) -> None:
-    for name, caption in (("a", "a red coat"), ("b", "ohwx style"), ("c", "a red coat")):
-        Image.new("RGB", (32, 32), (90, 90, 90)).save(tmp_path / f"{name}.png")
-        (tmp_path / f"{name}.txt").write_text(caption)
+    build.write_greys(tmp_path, {"a": "a red coat", "b": "ohwx style", "c": "a red coat"})
     out = tmp_path / "c.parquet"
     report = index([tmp_path], captions=None, out=out, workers=0)
     assert report.other_captions == [(str(tmp_path / "b.png"), "ohwx style")]
@@ -125,9 +110,7 @@ def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> N
     """Each is a clip of its own, compared with its file's content; known files stay so."""
     (source := tmp_path / "clips").mkdir()
     captions = {"a": "a red coat", "b": "ohwx style", "c": "a red coat", "d": "dusk", "e": ""}
-    for name, caption in captions.items():
-        Image.new("RGB", (32, 32), (90, 90, 90)).save(source / f"{name}.png")
-        (source / f"{name}.txt").write_text(caption)
+    build.write_greys(source, captions)
     out = tmp_path / "c.parquet"
 
     def indexed(*, keeps: bool = True) -> dict[str, Clip]:
@@ -149,22 +132,17 @@ def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> N
     small = Catalog.load(tmp_path / "small" / "catalog.parquet").clips()
     assert sorted(clip.caption for clip in small) == sorted(clips)
     assert list(indexed(keeps=False)) == ["a red coat"]
-    Image.new("RGB", (32, 32), (91, 90, 90)).save(source / "b.png")
+    build.write_greys(source, {"b": "ohwx style"}, grey=91)
     with pytest.raises(ClipError, match="has changed"), local(clips["ohwx style"].media):
         pass
 
 
 def test_a_mask_of_one_colour_is_named(tmp_path: Path) -> None:
     (tmp_path / "masks").mkdir()
-    colours = {"0": (255, 255), "1": (0, 0), "2": (0, 255)}
-    for name, colour in colours.items():
-        Image.new("RGB", (16, 16), (int(name), 9, 9)).save(tmp_path / f"{name}.png")
-        (tmp_path / f"{name}.txt").write_text("noise")
-        picture = np.zeros((16, 16), np.uint8)
-        picture[:8], picture[8:] = colour
-        write_video(
-            tmp_path / "masks" / f"{name}.mp4", np.repeat(picture[None, ..., None], 3, 3), 8
-        )
+    for name, halves in enumerate([(255, 255), (0, 0), (0, 255)]):
+        build.write_greys(tmp_path, {str(name): "noise"}, grey=name)
+        mask = np.repeat(np.array(halves, np.uint8), 8)[None, :, None, None]
+        write_video(tmp_path / f"masks/{name}.mp4", np.tile(mask, (1, 1, 16, 3)), 8)
     index([tmp_path], captions=None, out=tmp_path / "c.parquet", workers=0)
     shape = {"num_frames": 1, "height": 16, "width": 16}
     masks = {"person": {"kind": "mask", "path": "masks/{stem}.mp4"}}
@@ -189,24 +167,6 @@ def test_clips_that_lose_most_of_their_picture_are_told() -> None:
     assert "/clips/2.mp4 (88%)" in said
 
 
-def _written(
-    path: Path,
-    frames: NDArray[np.uint8],
-    ratio: Fraction = Fraction(1),
-    codec: str = "libx264",
-    pixels: str = "yuv444p",
-) -> Media:
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream(codec, rate=24)
-        assert isinstance(stream, av.VideoStream)
-        stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], pixels
-        stream.codec_context.sample_aspect_ratio = ratio
-        for each in frames:
-            out.mux(stream.encode(av.VideoFrame.from_ndarray(each)))
-        out.mux(stream.encode())
-    return Media(str(path))
-
-
 def _circle(ratio: int = 2) -> NDArray[np.uint8]:
     """Two frames of 64x96 that hold a circle where a pixel is `ratio` times as wide as high."""
     y, x = np.mgrid[:96, :64]
@@ -215,7 +175,9 @@ def _circle(ratio: int = 2) -> NDArray[np.uint8]:
 
 
 def test_a_clip_of_other_than_square_pixels_is_read_as_it_is_shown(tmp_path: Path) -> None:
-    media = _written(tmp_path / "circle.mp4", _circle(), Fraction(2))
+    media = build.encode_plainly(
+        tmp_path / "circle.mp4", _circle(), pixels="yuv444p", ratio=Fraction(2)
+    )
     (tmp_path / "circle.txt").write_text("a circle")
     index([media.file], captions=None, out=tmp_path / "c.parquet", workers=0)
     (clip,) = Catalog.load(tmp_path / "c.parquet").clips()
@@ -227,9 +189,8 @@ def test_a_clip_of_other_than_square_pixels_is_read_as_it_is_shown(tmp_path: Pat
     assert (abs((read(as_input)[0, 0] > 127) ^ picture)).mean() < 0.02
     as_video = replace(as_input, kind="video")
     assert ((read(as_video)[0, 0] > 127) == picture).all()
-    report = prepare(
-        tmp_path / "c.parquet", tmp_path / "out", settings=Settings(((48, 64),)), workers=0
-    )
+    sizes = Settings(((48, 64),))
+    report = prepare(tmp_path / "c.parquet", tmp_path / "out", settings=sizes, workers=0)
     (prepared,) = Catalog.load(report.catalog).clips()
     assert (prepared.width, prepared.height) == (64, 48)
 
@@ -237,15 +198,10 @@ def test_a_clip_of_other_than_square_pixels_is_read_as_it_is_shown(tmp_path: Pat
 def test_untagged_hd_is_bt709_unless_the_recipe_says_another(tmp_path: Path) -> None:
     """Luma and chroma of (200, 60, 40) by BT.709, in a file that names no matrix."""
     path = tmp_path / "hd.mp4"
-    with av.open(str(path), "w") as out:
-        stream = out.add_stream("libx264", rate=8)
-        assert isinstance(stream, av.VideoStream)
-        stream.height, stream.width, stream.pix_fmt = 720, 64, "yuv444p"
-        frame = av.VideoFrame(64, 720, "yuv444p")
-        for plane, value in zip(frame.planes, (92, 105, 190), strict=True):
-            plane.update(bytes([value]) * 720 * plane.line_size)
-        out.mux(stream.encode(frame))
-        out.mux(stream.encode())
+    frame = av.VideoFrame(64, 720, "yuv444p")
+    for plane, value in zip(frame.planes, (92, 105, 190), strict=True):
+        plane.update(bytes([value]) * 720 * plane.line_size)
+    build.encode_plainly(path, [frame], pixels="yuv444p")
     index([path], captions=None, out=tmp_path / "c.parquet", workers=0)
     catalog = Catalog.load(tmp_path / "c.parquet")
     (clip,) = catalog.clips()
@@ -266,18 +222,13 @@ def test_untagged_hd_is_bt709_unless_the_recipe_says_another(tmp_path: Path) -> 
 
 def test_a_video_with_an_alpha_channel_is_rejected_by_name(tmp_path: Path) -> None:
     frames = np.zeros((1, 16, 16, 4), np.uint8)
-    with av.open(str(tmp_path / "clip.mkv"), "w") as out:
-        stream = out.add_stream("ffv1", rate=24)
-        assert isinstance(stream, av.VideoStream)
-        stream.height, stream.width, stream.pix_fmt = 16, 16, "yuva444p"
-        out.mux(stream.encode(av.VideoFrame.from_ndarray(frames[0], "rgba")))
-        out.mux(stream.encode())
+    media = build.encode_plainly(tmp_path / "clip.mkv", frames, codec="ffv1", pixels="yuva444p")
     with pytest.raises(ClipError, match=r"alpha channel.*premultiply"):
-        probe(Media(str(tmp_path / "clip.mkv")))
+        probe(media)
 
 
 def test_a_catalog_without_the_column_of_matrices_is_read_and_indexed_again(tmp_path: Path) -> None:
-    media = _written(tmp_path / "clip.mp4", _circle(1))
+    media = build.encode_plainly(tmp_path / "clip.mp4", _circle(1))
     out = tmp_path / "c.parquet"
     index([media.file], captions=None, out=out, workers=0)
     table = pq.read_table(out)

@@ -1,15 +1,18 @@
 """The plan: from a global step to the clips of its batch, over stages, catalogs and epochs."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.data.build import catalog_of, section
 
-from longtake.data.catalog import Catalog
-from longtake.data.plan import Plan, begin
+from longtake.data.plan import Plan, PlannedBatch, begin
 from longtake.errors import DataError
+
+_SQUARE, _WIDE = ({"num_frames": 4, "height": 16, "width": width} for width in (16, 32))
+_SMALL = {"num_frames": 4, "height": 8, "width": 8}
 
 
 def _consumed(plan: Plan, end: int | None = None) -> Counter[tuple[str, str, int, int]]:
@@ -24,8 +27,9 @@ def _consumed(plan: Plan, end: int | None = None) -> Counter[tuple[str, str, int
     )
 
 
-def _rows(catalog: Catalog, least_frames: int = 0) -> list[int]:
-    return [row for row, n in enumerate(catalog.column("num_frames")) if n >= least_frames]
+def _batches(plan: Plan) -> list[PlannedBatch]:
+    assert plan.end_step is not None
+    return [plan.batch(step) for step in range(plan.end_step)]
 
 
 def test_stages_follow_one_another() -> None:
@@ -36,15 +40,14 @@ def test_stages_follow_one_another() -> None:
         {"name": "end", "steps": 3},
     ]
     plan = begin({"catalog": clips}, section(stages=stages), batch_size=4, seed=0)
-    assert plan.end_step is not None
-    order = [plan.batch(step).stage for step in range(plan.end_step)]
+    order = [batch.stage for batch in _batches(plan)]
     assert list(dict.fromkeys(order)) == ["all", "long", "end"]
     assert order == sorted(order, key=["all", "long", "end"].index)
     assert order.count("end") == 3
-    found = _consumed(plan, plan.end_step - 3)
-    wanted = [("all", "catalog", epoch, row) for epoch in (0, 1) for row in _rows(clips)]
-    wanted += [("long", "catalog", 0, row) for row in _rows(clips, 14)]
-    assert found == Counter(wanted)
+    rows = range(20)
+    expected = [("all", "catalog", epoch, row) for epoch in (0, 1) for row in rows]
+    expected += [("long", "catalog", 0, row) for row in rows if clips.clip(row).num_frames >= 14]
+    assert _consumed(plan, len(order) - 3) == Counter(expected)
 
 
 def test_the_batch_says_where_it_comes_from() -> None:
@@ -101,21 +104,17 @@ def test_an_epoch_of_a_stage_is_all_repeats_of_its_catalog() -> None:
     stages = [{"name": "a", "epochs": 2}, {"name": "b", "steps": 1}]
     data = section(stages=stages, repeats={"catalog": 5})
     plan = begin(clips, data, batch_size=4, seed=1)
-    assert plan.end_step is not None
-    found = _consumed(plan, plan.end_step - 1)
-    assert found == Counter(
-        ("a", "catalog", epoch, row) for epoch in range(10) for row in range(20)
-    )
+    found = _consumed(plan, len(_batches(plan)) - 1)
+    assert found == Counter(("a", "catalog", epoch, n) for epoch in range(10) for n in range(20))
 
 
 def test_a_ramp_mixes_stages_and_loses_nothing() -> None:
     clips = catalog_of(range(40))
     stages = [{"name": "a", "epochs": 1}, {"name": "b", "epochs": 1, "ramp_steps": 9}]
     plan = begin({"catalog": clips}, section(stages=stages), batch_size=4, seed=0)
-    assert plan.end_step is not None
     found = _consumed(plan)
     assert found == Counter((stage, "catalog", 0, row) for stage in "ab" for row in range(40))
-    order = "".join(plan.batch(step).stage for step in range(plan.end_step))
+    order = "".join(batch.stage for batch in _batches(plan))
     border = plan.timeline.borders[1]
     assert order[: border - 4] == "a" * (border - 4)
     assert set(order[border + 4 :]) == {"b"}
@@ -134,15 +133,11 @@ def test_what_is_open_at_a_step_is_what_was_not_consumed(
     sizes: list[int], ramp: int, batch_size: int, seed: int, data: st.DataObject
 ) -> None:
     clips = catalog_of(range(15), num_frames=lambda n: 4 + n)
-    stages = [
-        {
-            "name": str(i),
-            "epochs": 2,
-            "where": [f"num_frames < {4 + n}"],
-            "ramp_steps": ramp * (i > 0),
-        }
+    stages: list[dict[str, Any]] = [
+        {"name": str(i), "epochs": 2, "where": [f"num_frames < {4 + n}"], "ramp_steps": ramp}
         for i, n in enumerate(sizes)
     ]
+    stages[0]["ramp_steps"] = 0
     try:
         plan = begin({"catalog": clips}, section(stages=stages), batch_size, seed)
     except DataError as error:
@@ -207,41 +202,17 @@ def test_an_empty_stage_is_known_before_the_first_step() -> None:
         begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
 
 
-def test_each_stage_has_a_batch_size_of_its_own_and_its_epochs_stay_exact() -> None:
-    clips = catalog_of(range(23))
-    stages = [
-        {"name": "a", "epochs": 2, "global_batch_size": 3},
-        {"name": "b", "epochs": 3, "global_batch_size": 7, "ramp_steps": 4},
-        {"name": "c", "epochs": 1},
-    ]
-    plan = begin({"catalog": clips}, section(stages=stages), batch_size=5, seed=0)
-    assert plan.end_step is not None
-    batches = [plan.batch(step) for step in range(plan.end_step)]
-    assert {(each.stage, each.batch_size) for each in batches} == {("a", 3), ("b", 7), ("c", 5)}
-    assert {len(each.rows) for each in batches if each.stage == "b"} >= {7}
-    epochs = {"a": 2, "b": 3, "c": 1}
-    wanted = (
-        (s, "catalog", e, row) for s, n in epochs.items() for e in range(n) for row in range(23)
-    )
-    assert _consumed(plan) == Counter(wanted)
-
-
 def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:
     clips = catalog_of(range(30))
-    shapes = [{"num_frames": 4, "height": 16, "width": 16, "batch_size": 6}]
-    shapes += [{"num_frames": 4, "height": 16, "width": 32}]
-    stages = [{"name": "a", "epochs": 2}, {"name": "b", "epochs": 1, "global_batch_size": 3}]
+    shapes = [_SQUARE | {"batch_size": 6}, _WIDE]
+    stages = [{"name": "a", "epochs": 2}]
+    stages += [{"name": "b", "epochs": 1, "global_batch_size": 3, "ramp_steps": 4}]
     plan = begin({"catalog": clips}, section(stages=stages, buckets=shapes), batch_size=4, seed=0)
-    assert plan.end_step is not None
-    batches = [plan.batch(step) for step in range(plan.end_step)]
-    found = {(each.stage, each.bucket.width): each.batch_size for each in batches}
+    found = {(each.stage, each.bucket.width): each.batch_size for each in _batches(plan)}
     assert found == {("a", 16): 6, ("a", 32): 4, ("b", 16): 6, ("b", 32): 3}
-    assert _consumed(plan) == Counter(
-        (s, "catalog", e, row)
-        for s, n in (("a", 2), ("b", 1))
-        for e in range(n)
-        for row in range(30)
-    )
+    epochs = (("a", 0), ("a", 1), ("b", 0))
+    expected = ((stage, "catalog", epoch, row) for stage, epoch in epochs for row in range(30))
+    assert _consumed(plan) == Counter(expected)
 
 
 def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> None:
@@ -254,11 +225,9 @@ def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> Non
     ((stream,),) = (stage.streams for stage in plan.stages)
     # 40 wide clips: 65 %, 25 %, 10 %; 80 square ones: 60 % and 40 %
     assert stream.parts[0].epoch_span.sizes == (48, 26, 10, 32, 4)
-    assert plan.end_step is not None
     assert _consumed(plan) == Counter(("a", "catalog", e, n) for e in range(3) for n in range(120))
     found: dict[tuple[str, int], set[int]] = {}
-    for step in range(plan.end_step):
-        batch = plan.batch(step)
+    for batch in _batches(plan):
         for row, epoch in zip(batch.rows.tolist(), batch.epochs, strict=True):
             found.setdefault((str(batch.bucket), epoch), set()).add(row)
     for index, shape in enumerate(plan.stages[0].streams[0].parts[0].members.shapes):
@@ -271,26 +240,19 @@ def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> Non
 def test_a_plans_fingerprint_names_its_batches() -> None:
     clips = {"catalog": catalog_of(range(9))}
     plain = begin(clips, section(), 4, 0)
-    assert (
-        begin(clips, section(workers=0, frame_cache_gib=0.0), 4, 0).fingerprint == plain.fingerprint
-    )
-    others = [
-        begin({"catalog": catalog_of(range(10))}, section(), 4, 0),
-        begin(clips, section(), 5, 0),
-        begin(clips, section(stages=[{"name": "all", "epochs": 2}]), 4, 0),
-        begin(clips, section(stages=[{"name": "all", "steps": 9}]), 4, 0),
-        begin(clips, section(stages=[{"name": "other"}]), 4, 0),
-        begin(clips, section(stages=[{"name": "all", "global_batch_size": 3}]), 4, 0),
-        begin(clips, section(buckets=[_SQUARE | {"batch_size": 4}, _WIDE]), 4, 0),
-        begin(clips, section(buckets=[_SQUARE | {"batch_size": 5}, _WIDE]), 4, 0),
-        begin(clips, section(buckets=[{"num_frames": 4, "height": 16, "width": 16}]), 4, 0),
-        *(
-            begin(clips, section(buckets=[_SQUARE, _WIDE, _SMALL | {"share": share}]), 4, 0)
-            for share in (0.5, 0.51, None)
-        ),
+    same = begin(clips, section(workers=0, frame_cache_gib=0.0), 4, 0)
+    assert same.fingerprint == plain.fingerprint
+    changes: list[dict[str, Any]] = [
+        {"stages": [{"name": "all", "epochs": 2}]},
+        {"stages": [{"name": "all", "steps": 9}]},
+        {"stages": [{"name": "other"}]},
+        {"stages": [{"name": "all", "global_batch_size": 3}]},
+        {"buckets": [_SQUARE | {"batch_size": 4}, _WIDE]},
+        {"buckets": [_SQUARE | {"batch_size": 5}, _WIDE]},
+        {"buckets": [_SQUARE]},
+        *({"buckets": [_SQUARE, _WIDE, _SMALL | {"share": share}]} for share in (0.5, 0.51, None)),
     ]
+    others = [begin(clips, section(**change), 4, 0) for change in changes]
+    others += [begin({"catalog": catalog_of(range(10))}, section(), 4, 0)]
+    others += [begin(clips, section(), 5, 0)]
     assert len({plan.fingerprint for plan in [plain, *others]}) == 13
-
-
-_SQUARE, _WIDE = ({"num_frames": 4, "height": 16, "width": width} for width in (16, 32))
-_SMALL = {"num_frames": 4, "height": 8, "width": 8}

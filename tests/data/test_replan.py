@@ -12,7 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from tests.data.build import Oracle, catalog_of, clip, identities_of, names_of, oracle_of, section
+from tests.data.build import (
+    Oracle,
+    PlannedRun,
+    catalog_of,
+    clip,
+    identities_of,
+    on_ranks,
+    oracle_of,
+    section,
+)
 from tests.data.catalogs import make_catalog
 
 from longtake.data import stores
@@ -21,7 +30,7 @@ from longtake.data.checks import review
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
 from longtake.data.plan import Plan, begin
-from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
+from longtake.data.plan_history import resume, start
 from longtake.data.replan import Policy, replan
 from longtake.data.window import Window
 from longtake.errors import DataChangedError, DataError
@@ -49,61 +58,17 @@ def changed_catalogs() -> dict[str, Catalog]:
     }
 
 
-class _Run:
-    """Plans of a run that keeps its catalogs; each resume is what another process makes of them."""
-
-    def __init__(
-        self, kept: Path, given: Catalog | dict[str, Catalog], batch_size: int = 4, **data: Any
-    ) -> None:
-        self.kept, self.batch_size, self.data, self.step = kept, batch_size, data, 0
-        self.seen: dict[tuple[str, int], Counter[str]] = {}
-        self.catalogs = given if isinstance(given, dict) else {"catalog": given}
-        self.plans = start(self.catalogs, section(**data), batch_size, 0)
-        keep_catalogs(self.plans, self.catalogs, kept)
-
-    def train(self, end: int | None = None) -> None:
-        """Consume what is planned up to a step, or all."""
-        end = self.plans.end_step if end is None else end
-        assert end is not None
-        for step in range(self.step, end):
-            batch = self.plans.batch(step)
-            for identity, epoch in zip(names_of(batch), batch.epochs, strict=True):
-                key = (f"{batch.stage}/{batch.source}", epoch)
-                self.seen.setdefault(key, Counter())[identity] += 1
-        self.step = end
-
-    def resume(
-        self,
-        given: Catalog | dict[str, Catalog] | None = None,
-        batch_size: int = 0,
-        on_change: str = "merge",
-        **data: Any,
-    ) -> PlanHistory:
-        if given is not None:
-            self.catalogs = given if isinstance(given, dict) else {"catalog": given}
-        self.batch_size, self.data = batch_size or self.batch_size, self.data | data
-        history = json.loads(json.dumps(self.plans.history))  # as a checkpoint holds it
-        changed = section(**self.data, on_change=on_change)
-        at = (self.step, self.catalogs, changed, self.batch_size, 0, self.kept)
-        self.plans = resume(history, *at)
-        keep_catalogs(self.plans, self.catalogs, self.kept)
-        return self.plans
-
-    def batches(self, end: int) -> list[list[str]]:
-        return [names_of(self.plans.batch(step)) for step in range(end)]
-
-
 _BOTH = {"a": "a.parquet", "b": "b.parquet"}
 
 
-def _once(*names: str) -> Counter[str]:
-    return Counter(dict.fromkeys(names, 1))
+def _once(catalog: Catalog) -> Counter[str]:
+    return Counter(identities_of(catalog))
 
 
 def test_the_position_of_a_run_is_small_and_json(
     changed_catalogs: dict[str, Catalog], tmp_path: Path
 ) -> None:
-    plans = _Run(tmp_path, changed_catalogs["same"], stages=[_ONCE]).plans
+    plans = PlannedRun(tmp_path, changed_catalogs["same"], stages=[_ONCE]).plans
     end = next(step for step in range(31) if plans.batch(step).epoch > 0)
     before, after = plans.position(end - 1), plans.position(end)
     assert (before["epoch"], before["step_in_epoch"]) == (0, end - 1)
@@ -119,14 +84,14 @@ def test_the_position_of_a_run_is_small_and_json(
 def test_without_a_change_the_plans_stay_the_same(
     changed_catalogs: dict[str, Catalog], tmp_path: Path, policy: str
 ) -> None:
-    run = _Run(tmp_path, changed_catalogs["same"], stages=[_ONCE])
+    run = PlannedRun(tmp_path, changed_catalogs["same"], stages=[_ONCE])
     history, batches, run.step = run.plans.history, run.batches(31), 7
     again = run.resume(on_change=policy)
     assert (again.history, again.changes, run.batches(31)) == (history, "", batches)
 
 
 def test_a_change_is_refused_with_names_and_counts(tmp_path: Path) -> None:
-    run = _Run(tmp_path, catalog_of(range(10)))
+    run = PlannedRun(tmp_path, catalog_of(range(10)))
     new = catalog_of(
         [0, 1, 2, 3, 4, 5, 6, 7, 20, 21, 22, 23],
         caption=lambda n: "renamed" if n == 1 else f"clip {n}",
@@ -168,14 +133,14 @@ def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path, of_wide: 
         {"num_frames": 4, "height": 16, "width": 16},
         {"num_frames": 4, "height": 16, "width": 32, "batch_size": of_wide},
     ]
-    run, oracle = _Run(tmp_path, catalog, stages=[_ONCE], buckets=shapes), oracle_of(catalog, 3)
+    run = PlannedRun(tmp_path, catalog, stages=[_ONCE], buckets=shapes)
+    run.oracle = oracle = oracle_of(catalog, 3)
     for policy, numbers, batch_size in (
         ("merge", range(5, 30), 4),
         ("finish", range(5, 30), 3),
         ("merge", range(12), 2),
     ):
         run.train(run.step + 4)
-        oracle.seen = {epoch: counts for (_, epoch), counts in run.seen.items()}
         catalog = catalog_of(numbers)
         oracle.change(policy, identities_of(catalog), run.plans.position(run.step)["epoch"])
         run.resume(catalog, batch_size, policy)
@@ -185,7 +150,6 @@ def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path, of_wide: 
     assert "training.global_batch_size was 3 and is 2" in run.plans.changes
     changed_at = run.step
     run.train()
-    oracle.seen = {epoch: counts for (_, epoch), counts in run.seen.items()}
     oracle.check()
     batches, end, run.step = run.batches(run.step), run.step, changed_at
     run.resume()
@@ -201,7 +165,7 @@ def test_stages_of_unlike_batch_sizes_change_their_clips_and_lose_nothing(
         {"name": "a", "epochs": 1, "global_batch_size": 3},
         {"name": "b", "epochs": 2, "global_batch_size": 8},
     ]
-    run = _Run(tmp_path, changed_catalogs["same"], stages=stages)
+    run = PlannedRun(tmp_path, changed_catalogs["same"], stages=stages)
     assert run.plans.stage_at(14) == ("b", 14)  # after 26 and 14 clips, in batches of 3
     run.train(at)
     run.resume(changed_catalogs["grown"])
@@ -218,21 +182,10 @@ def test_stages_of_unlike_batch_sizes_change_their_clips_and_lose_nothing(
     assert found == [("a", 0)] * border + [("b", border)] * (run.step - border)
 
 
-@pytest.mark.parametrize("policy", ["finish", "merge", "restart"])
-def test_what_the_newest_plan_was_made_from_is_kept(
-    changed_catalogs: dict[str, Catalog], tmp_path: Path, policy: str
-) -> None:
-    run = _Run(tmp_path, changed_catalogs["same"], stages=[{"name": "only", "epochs": 1}])
-    run.step = 4
-    for name in ("grown", "shrunk"):
-        run.resume(changed_catalogs[name], on_change=policy)
-    assert len(run.plans.plans) == 3
-
-
 def test_a_catalog_without_a_share_need_not_be_there_later(tmp_path: Path) -> None:
     """A run can go on from what was kept although a catalog of weight 0 has changed."""
     catalogs = {"a": catalog_of(range(12)), "b": catalog_of(range(20, 29))}
-    run = _Run(tmp_path, catalogs, catalogs=_BOTH, weights={"b": 0.0})
+    run = PlannedRun(tmp_path, catalogs, catalogs=_BOTH, weights={"b": 0.0})
     run.step = 2
     run.resume({**catalogs, "b": catalog_of(range(20, 25))})
     assert len({tuple(each) for each in run.batches(6)}) == 6
@@ -240,12 +193,12 @@ def test_a_catalog_without_a_share_need_not_be_there_later(tmp_path: Path) -> No
 
 def test_a_catalog_that_had_weights_may_be_left_out(tmp_path: Path) -> None:
     a, b = catalog_of(range(12)), catalog_of(range(20, 32))
-    run = _Run(tmp_path, {"a": a, "b": b}, catalogs=_BOTH, weights={"b": 2.0})
+    run = PlannedRun(tmp_path, {"a": a, "b": b}, catalogs=_BOTH, weights={"b": 2.0})
     run.train(4)
     plans = run.resume({"a": a}, catalogs={"a": "a.parquet"}, weights={})
     assert "the catalog b is no longer used" in plans.changes
     run.train(4 + (12 - run.seen["all/a", 0].total()) // 4)
-    assert run.seen["all/a", 0] == _once(*identities_of(a))
+    assert run.seen["all/a", 0] == _once(a)
     batches = run.batches(9)
     run.resume(on_change="refuse")
     assert run.batches(9) == batches
@@ -253,37 +206,35 @@ def test_a_catalog_that_had_weights_may_be_left_out(tmp_path: Path) -> None:
 
 def test_a_catalog_may_be_added(tmp_path: Path) -> None:
     a, b = catalog_of(range(12)), catalog_of(range(20, 32))
-    run = _Run(tmp_path, {"a": a}, catalogs={"a": "a.parquet"})
+    run = PlannedRun(tmp_path, {"a": a}, catalogs={"a": "a.parquet"})
     run.train(1)
     with pytest.raises(DataChangedError, match=r"the catalog b is new \(12 clips\)"):
         run.resume({"a": a, "b": b}, catalogs=_BOTH, on_change="refuse")
     run.resume()
     run.train(9)
-    for source, catalog in (("a", a), ("b", b)):
-        assert run.seen[f"all/{source}", 0] == _once(*identities_of(catalog))
+    assert (run.seen["all/a", 0], run.seen["all/b", 0]) == (_once(a), _once(b))
     assert max(max(counts.values()) for counts in run.seen.values()) == 1
 
 
 def test_a_later_stages_condition_may_change(tmp_path: Path) -> None:
     clips = catalog_of(range(20), num_frames=lambda n: 4 + n)
     stages = [{"name": "a", "epochs": 1}, {"name": "b", "epochs": 1, "where": ["num_frames > 10"]}]
-    run = _Run(tmp_path, clips, stages=stages)
+    run = PlannedRun(tmp_path, clips, stages=stages)
     run.train(2)
     changed = [stages[0], {**stages[1], "where": ["num_frames > 20"]}]
     with pytest.raises(DataChangedError, match=r"data\.stages was .*> 10.* and is .*> 20"):
         run.resume(stages=changed, on_change="refuse")
     run.resume()
     run.train()
-    hard = [each.identity for each in clips.clips() if each.num_frames > 20]
-    assert run.seen == {
-        ("a/catalog", 0): _once(*identities_of(clips)),
-        ("b/catalog", 0): _once(*hard),
-    }
+    hard = Counter(each.identity for each in clips.clips() if each.num_frames > 20)
+    assert run.seen == {("a/catalog", 0): _once(clips), ("b/catalog", 0): hard}
 
 
 @pytest.mark.parametrize(("steps", "order"), [(9, "aaaaaaaaabbb"), (2, "aaaabb")])
 def test_a_stage_may_become_longer_or_shorter(tmp_path: Path, steps: int, order: str) -> None:
-    run = _Run(tmp_path, catalog_of(range(20)), stages=[{"name": "a", "steps": 6}, {"name": "b"}])
+    run = PlannedRun(
+        tmp_path, catalog_of(range(20)), stages=[{"name": "a", "steps": 6}, {"name": "b"}]
+    )
     run.step = 4
     plans = run.resume(stages=[{"name": "a", "steps": steps}, {"name": "b"}])
     assert [plans.batch(step).stage for step in range(len(order))] == list(order)
@@ -291,7 +242,9 @@ def test_a_stage_may_become_longer_or_shorter(tmp_path: Path, steps: int, order:
 
 def test_the_stage_a_run_is_in_cannot_vanish(tmp_path: Path) -> None:
     """What would the rest of it be? It is named, with those that there are."""
-    run = _Run(tmp_path, catalog_of(range(20)), stages=[{"name": "a", "steps": 6}, {"name": "b"}])
+    run = PlannedRun(
+        tmp_path, catalog_of(range(20)), stages=[{"name": "a", "steps": 6}, {"name": "b"}]
+    )
     run.step = 4
     with pytest.raises(DataChangedError, match=r"in stage a, which is no longer among .*: c, b"):
         run.resume(stages=[{"name": "c", "steps": 5}, {"name": "b"}])
@@ -302,7 +255,7 @@ def test_the_stage_a_run_is_in_cannot_vanish(tmp_path: Path) -> None:
 def test_scores_that_select_otherwise_are_a_change(tmp_path: Path) -> None:
     stages = [{"name": "easy", "epochs": 2, "where": ["nouns <= q50"]}]
     old = catalog_of(range(20), attributes=lambda n: {"nouns": float(n)})
-    run, scores = _Run(tmp_path / "kept", old, 2, stages=stages), old.column("nouns")
+    run, scores = PlannedRun(tmp_path / "kept", old, 2, stages=stages), old.column("nouns")
     first = run.plans.history
     run.train(3)
     same = run.resume(old.with_attribute("nouns", scores * 2 + 1), on_change="refuse")
@@ -321,14 +274,14 @@ def test_scores_that_select_otherwise_are_a_change(tmp_path: Path) -> None:
 
 def test_a_change_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
     """As a new run of it would be."""
-    run = _Run(tmp_path, catalog_of(range(9)), 2)
+    run = PlannedRun(tmp_path, catalog_of(range(9)), 2)
     run.step = 1
     with pytest.raises(DataError, match=r"9 \(no caption\)"):
         run.resume(catalog_of(range(9), caption=lambda _: ""))
 
 
 def test_a_moved_catalog_is_no_change(tmp_path: Path) -> None:
-    run = _Run(tmp_path, catalog_of(range(9)), 2)
+    run = PlannedRun(tmp_path, catalog_of(range(9)), 2)
     first = run.plans.history
     moved = catalog_of(
         range(9), media=lambda n: clip(n + 50).media, attributes=lambda n: {"nouns": float(n)}
@@ -337,16 +290,13 @@ def test_a_moved_catalog_is_no_change(tmp_path: Path) -> None:
     assert run.resume(moved, on_change="refuse").history == first
 
 
-def _consume(plan: Plan, end: int | None, oracle: Oracle) -> int:
-    """Consume a plan's batches up to a step, or all; returns the step after the last."""
+def _consume(plan: Plan, end: int | None, oracle: Oracle) -> None:
+    """Consume a plan's batches up to a step, or all."""
     assert plan.end_step is not None
-    end = plan.end_step if end is None else min(end, plan.end_step)
-    for step in range(plan.first_step, end):
+    for step in range(plan.first_step, plan.end_step if end is None else end):
         batch = plan.batch(step)
         assert 0 < len(batch.rows) <= batch.batch_size
-        for row, epoch in zip(batch.rows, batch.epochs, strict=True):
-            oracle.consume(epoch, batch.catalog.clip(int(row)).identity)
-    return end
+        oracle.plan(batch)
 
 
 _policies = st.sampled_from(["finish", "merge", "restart"])
@@ -410,8 +360,8 @@ def test_at_one_frame_rate_resumes_and_changes_are_exact(policy: Policy, tmp_pat
         )
 
     long_enough = catalog_of([n for n in range(20) if n % 5])
-    oracle = oracle_of(long_enough, 3)
-    run = _Run(tmp_path, catalog(range(20)), stages=[_ONCE], fps=10.0)
+    run = PlannedRun(tmp_path, catalog(range(20)), stages=[_ONCE], fps=10.0)
+    run.oracle = oracle = oracle_of(long_enough, 3)
     batches, wanted = run.batches(12), set(long_enough.identities.to_pylist())
     assert {name for batch in batches for name in batch} == {name.hex() for name in wanted}
     run.train(3)
@@ -422,18 +372,15 @@ def test_at_one_frame_rate_resumes_and_changes_are_exact(policy: Policy, tmp_pat
         changed: dict[str, Any] = {"given": catalog(clips), "fps": fps}
         with pytest.raises(DataChangedError):
             run.resume(**changed, on_change="refuse")
-        oracle.seen = {epoch: seen for (_, epoch), seen in run.seen.items()}
         fitting = catalog_of([n for n in clips if n % 5 or fps == 16.0])  # 0.3 s are 4 frames
         oracle.change(policy, identities_of(fitting), run.plans.batch(end).epoch)
         run.resume(**changed, on_change=policy)
     run.train()
-    oracle.seen = {epoch: seen for (_, epoch), seen in run.seen.items()}
     oracle.check()
     assert policy == "restart" or len(oracle.seen[2]) == 26
 
 
-def _stage(name: str, **values: Any) -> dict[str, Any]:
-    return {"name": name, **values}
+_A, _B = ({"name": name, "epochs": 1} for name in "ab")
 
 
 @pytest.fixture(scope="module")
@@ -444,7 +391,7 @@ def clips() -> Catalog:
 
 def test_a_catalog_that_comes_back_resumes_where_it_was(tmp_path: Path) -> None:
     catalogs = {"a": catalog_of(range(20)), "b": catalog_of(range(100, 120))}
-    run = _Run(tmp_path, catalogs, 2, catalogs=_BOTH)
+    run = PlannedRun(tmp_path, catalogs, 2, catalogs=_BOTH)
     for end, weights in ((8, {"b": 0.0}), (13, {}), (60, {})):
         run.train(end)
         run.resume(weights=weights)
@@ -455,50 +402,45 @@ def test_a_catalog_that_comes_back_resumes_where_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("policy", ["merge", "finish"])
 def test_a_catalog_that_is_renamed_is_refused(clips: Catalog, policy: str, tmp_path: Path) -> None:
     """Its epochs would begin anew; the message says which name to keep, and with it all is well."""
-    run, new = _Run(tmp_path, clips, 2), catalog_of(range(50, 60))
+    run, new = PlannedRun(tmp_path, clips, 2), catalog_of(range(50, 60))
     run.train(5)
+
+    def rename(name: str) -> None:
+        files = {name: "o.parquet", "new": "n.parquet"}
+        run.resume({name: clips, "new": new}, catalogs=files, on_change=policy)
+
     message = r"no longer trains on the catalog catalog, but on new, old.*keep its name"
     with pytest.raises(DataChangedError, match=message):
-        run.resume(
-            {"old": clips, "new": new},
-            catalogs={"old": "o.parquet", "new": "n.parquet"},
-            on_change=policy,
-        )
-    run.resume(
-        {"catalog": clips, "new": new},
-        catalogs={"catalog": "o.parquet", "new": "n.parquet"},
-        on_change=policy,
-    )
+        rename("old")
+    rename("catalog")
     run.train(30)
-    assert run.seen["all/catalog", 0] == _once(*identities_of(clips))
+    assert run.seen["all/catalog", 0] == _once(clips)
 
 
 def test_a_stage_that_is_over_does_not_come_again(clips: Catalog, tmp_path: Path) -> None:
-    a, b = _stage("a", epochs=1), _stage("b", epochs=1)
-    run = _Run(tmp_path, clips, 2, stages=[a, b])
+    run = PlannedRun(tmp_path, clips, 2, stages=[_A, _B])
     run.train(13)
-    run.resume(stages=[b, a])
+    run.resume(stages=[_B, _A])
     run.train()
-    everyone = _once(*identities_of(clips))
     assert run.step == 20
-    assert run.seen == {("a/catalog", 0): everyone, ("b/catalog", 0): everyone}
+    assert run.seen == dict.fromkeys([("a/catalog", 0), ("b/catalog", 0)], _once(clips))
 
 
 @pytest.mark.parametrize(
-    ("stages", "named"),
+    ("first", "named"),
     [
-        ([{"name": "a", "epochs": 3}, {"name": "b", "epochs": 1}], "epochs = 3 to stage a"),
-        ([{"name": "a", "steps": 11}, {"name": "b", "epochs": 1}], "steps = 11 to stage a"),
-        ([{"name": "new", "epochs": 1}, {"name": "b", "epochs": 1}], "a stage new"),
+        ({"name": "a", "epochs": 3}, "epochs = 3 to stage a"),
+        ({"name": "a", "steps": 11}, "steps = 11 to stage a"),
+        ({"name": "new", "epochs": 1}, "a stage new"),
     ],
 )
 def test_nothing_is_added_before_the_stage_that_a_run_is_in(
-    clips: Catalog, tmp_path: Path, stages: list[dict[str, Any]], named: str
+    clips: Catalog, tmp_path: Path, first: dict[str, Any], named: str
 ) -> None:
-    run = _Run(tmp_path, clips, 2, stages=[_stage("a", epochs=1), _stage("b", epochs=1)])
+    run = PlannedRun(tmp_path, clips, 2, stages=[_A, _B])
     run.train(13)
     with pytest.raises(DataChangedError, match=f"{named}.*run is in stage b.*another name at the"):
-        run.resume(stages=stages)
+        run.resume(stages=[first, _B])
 
 
 def test_stills_from_videos_may_change_though_old_records_lack_the_key(tmp_path: Path) -> None:
@@ -508,43 +450,40 @@ def test_stills_from_videos_may_change_though_old_records_lack_the_key(tmp_path:
         kind=lambda number: "image" if number < 6 else "video",
         num_frames=lambda number: 1 if number < 6 else 8,
     )
-    run = _Run(tmp_path, clips, 2, buckets=[still], max_crop=0.9, stages=[_ONCE])
+    run = PlannedRun(tmp_path, clips, 2, buckets=[still], max_crop=0.9, stages=[_ONCE])
     run.train(2)
     del run.plans.history[0]["order"]["stills_from_videos"]
     run.resume(stills_from_videos=True)
     run.train()
-    everyone = _once(*identities_of(clips))
-    assert run.seen == {("only/catalog", epoch): everyone for epoch in range(3)}
+    assert run.seen == {("only/catalog", epoch): _once(clips) for epoch in range(3)}
 
 
-@pytest.mark.parametrize(
-    ("before", "after"), [({"epochs": 2}, {"epochs": 3}), ({"steps": 20}, {"steps": 30})]
-)
+@pytest.mark.parametrize(("key", "before", "after"), [("epochs", 2, 3), ("steps", 20, 30)])
 def test_a_curriculum_that_has_ended_can_be_made_longer(
-    clips: Catalog, before: dict[str, int], after: dict[str, int], tmp_path: Path
+    clips: Catalog, key: str, before: int, after: int, tmp_path: Path
 ) -> None:
-    run = _Run(tmp_path, clips, 2, stages=[_stage("one", **before)])
+    run = PlannedRun(tmp_path, clips, 2, stages=[{"name": "one", key: before}])
     run.train()
     assert run.resume(make_catalog(list(clips.clips())[:19])).end_step == run.step == 20
-    run.resume(clips, stages=[_stage("one", **after)])
+    run.resume(clips, stages=[{"name": "one", key: after}])
     run.train()
-    everyone = _once(*identities_of(clips))
-    assert run.seen == {("one/catalog", epoch): everyone for epoch in range(3)}
+    assert run.seen == {("one/catalog", epoch): _once(clips) for epoch in range(3)}
 
 
-@pytest.mark.parametrize("before", [{"steps": 40}, {"epochs": 9}])
+@pytest.mark.parametrize(("key", "count"), [("steps", 40), ("epochs", 9)])
 def test_steps_are_those_of_the_whole_stage(
-    clips: Catalog, tmp_path: Path, before: dict[str, int]
+    clips: Catalog, tmp_path: Path, key: str, count: int
 ) -> None:
-    run = _Run(tmp_path, clips, 2, stages=[_stage("one", **before)])
+    run = PlannedRun(tmp_path, clips, 2, stages=[{"name": "one", key: count}])
     run.step = 15
-    assert run.resume(stages=[_stage("one", steps=25)]).end_step == 25
+    assert run.resume(stages=[{"name": "one", "steps": 25}]).end_step == 25
 
 
 def test_a_change_shortly_before_a_ramp_shortens_it(clips: Catalog, tmp_path: Path) -> None:
-    stages = [_stage("a", steps=100), _stage("b", steps=100, ramp_steps=40)]
+    stages: list[dict[str, Any]] = [{"name": name, "steps": 100} for name in "ab"]
+    stages[1]["ramp_steps"] = 40
     for step in range(75, 100):
-        run = _Run(tmp_path, clips, 2, stages=stages)
+        run = PlannedRun(tmp_path, clips, 2, stages=stages)
         run.step = step
         assert run.resume(frame_stride=2).end_step == 200
 
@@ -553,7 +492,7 @@ def test_a_second_score_is_no_change(tmp_path: Path) -> None:
     """Although `difficulty` now could mean either: the run knows what it was."""
     one = catalog_of(range(20), attributes=lambda n: {"nouns": float(n)})
     two = catalog_of(range(20), attributes=lambda n: {"nouns": float(n), "motion": 1.0})
-    run = _Run(tmp_path, one, 2, stages=[_stage("easy", where=["difficulty <= q50"])])
+    run = PlannedRun(tmp_path, one, 2, stages=[{"name": "easy", "where": ["difficulty <= q50"]}])
     run.step = 3
     run.resume(two, difficulty="nouns")
     run.step = 0
@@ -563,7 +502,7 @@ def test_a_second_score_is_no_change(tmp_path: Path) -> None:
 
 
 def test_finishing_reads_clips_where_they_lie_now(tmp_path: Path) -> None:
-    run = _Run(tmp_path, catalog_of(range(10), media=lambda n: Media(f"/old/{n}.mp4")), 2)
+    run = PlannedRun(tmp_path, catalog_of(range(10), media=lambda n: Media(f"/old/{n}.mp4")), 2)
     run.step = 2
     after = catalog_of(range(1, 10), media=lambda n: Media(f"/new/{n}.mp4"))
     plans = run.resume(after, on_change="finish")
@@ -579,7 +518,7 @@ def test_clips_of_a_swapped_catalog_are_compared_with_those_before(tmp_path: Pat
     def chunk(numbers: range, nouns: float) -> Catalog:
         return catalog_of(numbers, attributes=lambda n: {"nouns": nouns + n % 3})
 
-    run = _Run(tmp_path, chunk(range(40), 1.0), stages=[_ONCE])
+    run = PlannedRun(tmp_path, chunk(range(40), 1.0), stages=[_ONCE])
     run.step = 5
     plans = run.resume(chunk(range(100, 140), 5.0))
     data = section(stages=[_ONCE])
@@ -664,43 +603,29 @@ class _Launches:
         self, change: str, world_size: int, workers: int, policy: str, steps: int | None
     ) -> None:
         """Train on so many steps, or to the end, from the last launch's state."""
-        loaders = [
-            self.loader(change, rank, world_size, workers, policy) for rank in range(world_size)
-        ]
+        loaders = self.loaders(change, world_size, workers, policy)
         loaders[0].keep_catalogs()
-        end = None if steps is None else loaders[0].step + steps
-        for shares in zip(*(loader.batches(end) for loader in loaders), strict=True):
-            assert len({(share.step, share.epoch, share.bucket) for share in shares}) == 1
-            for share in shares:
-                samples = zip(share.identities, share.epochs, share.weights, strict=True)
-                for identity, epoch, weight in samples:
-                    if weight:
-                        self.oracle.consume(epoch, identity)
+        self.oracle.train(loaders, None if steps is None else loaders[0].step + steps)
         states = [json.dumps(loader.state_dict()) for loader in loaders]
         assert len(set(states)) == 1
         self.state = json.loads(states[0])
 
-    def loader(
-        self, change: str, rank: int = 0, world_size: int = 1, workers: int = 0, policy: str = ""
-    ) -> Loader:
+    def loaders(
+        self, change: str, world_size: int = 1, workers: int = 0, policy: str = "refuse"
+    ) -> list[Loader]:
         data = section(
             catalog=self.folder / f"{change}.parquet",
             stages=[_ONCE],
             buckets=[_SQUARE, _SHORT, _WIDE | {"batch_size": 6}, _HALF_WIDE],
             workers=workers,
-            on_change=policy or "refuse",
+            on_change=policy,
         )
-        loader = Loader(
-            data,
-            batch_size=4,
-            rank=rank,
-            world_size=world_size,
-            kept=self.folder / "kept",
-            prefetch_batches=1 + workers,
-        )
-        if self.state is not None:
-            loader.load_state_dict(self.state)
-        return loader
+        how: dict[str, Any] = {"kept": self.folder / "kept", "prefetch_batches": 1 + workers}
+        loaders = on_ranks(data, world_size, batch_size=4, **how)
+        for loader in loaders:
+            if self.state is not None:
+                loader.load_state_dict(self.state)
+        return loaders
 
 
 _Pair = tuple[int, int]
@@ -726,7 +651,7 @@ def test_any_change_moment_policy_ranks_and_workers_are_exact(
     run = _Launches(folder, oracle_of(changed_catalogs["same"], 3))
     is_last_batch, steps = moment == "last batch of an epoch", 5
     if is_last_batch:
-        (stream,) = run.loader("same").plan_history.plan.streams()
+        (stream,) = run.loaders("same")[0].plan_history.plan.streams()
         steps = stream.parts[0].epoch_span.epoch_start(1)
     run.launch("same", worlds[0], workers[0], "refuse", steps)
     assert run.state is not None

@@ -4,11 +4,11 @@ import csv
 from collections.abc import Callable
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
+from tests.data.build import pictures_of
 
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_image, write_video
@@ -40,14 +40,8 @@ def _pan(seed: int, num_frames: int, speed: int) -> Frames:
 
 
 def _read(path: Path, num_frames: int) -> Frames:
-    frames = list[Frames]()
-    with av.open(path) as container:
-        for frame in container.decode(video=0):
-            picture = Image.fromarray(frame.to_ndarray(format="rgb24"))
-            frames.append(np.asarray(picture.resize(_SIZE)))
-            if len(frames) == num_frames:
-                break
-    return np.stack(frames)
+    pictures = map(Image.fromarray, pictures_of(str(path))[:num_frames])
+    return np.stack([np.asarray(picture.resize(_SIZE)) for picture in pictures])
 
 
 def test_cuts_between_real_clips_are_found_to_the_frame(tmp_path: Path, material: Path) -> None:

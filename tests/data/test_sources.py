@@ -6,10 +6,8 @@ import os
 import tarfile
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
-from tests.data.build import named_items, write_tar
+from tests.data.build import named_items, write_table, write_tar
 
 from longtake.data.clip import IMAGE_SUFFIXES, VIDEO_SUFFIXES, Item
 from longtake.data.sources import describe_ignored, find
@@ -52,13 +50,7 @@ def test_folders_files_and_tars_in_folders_are_found(folder: Path) -> None:
 def test_metadata_of_a_hugging_face_folder_captions_its_files(folder: Path, suffix: str) -> None:
     """Each folder may have its own; a table without `file_name` is no metadata."""
     row = {"file_name": "c.webm", "text": "a clip", "nouns": 1.0}
-    path = folder / "sub" / f"metadata.{suffix}"
-    if suffix == "csv":
-        path.write_text("file_name,text,nouns\nc.webm,a clip,1\n")
-    elif suffix == "jsonl":
-        path.write_text(json.dumps(row))
-    else:
-        pq.write_table(pa.Table.from_pylist([row]), path)
+    write_table(folder / "sub" / f"metadata.{suffix}", [row])
     (folder / "metadata.csv").write_text("who,what\nme,nothing\n")
     found = named_items(find([folder]).items, folder)
     assert found["sub/c.webm"] == Item(
@@ -123,21 +115,33 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
         tmp_path / "whole.tar", {"a.mp4": b"A" * 2000, "b.mp4": b"B" * 2000}
     ).read_bytes()
     tars = {
-        "cut.tar": whole[:4000],
-        "cut_header.tar": whole[:3000],
-        "cut_between.tar": whole[: 512 + 2048],
-        "gzip.tar": gzip.compress(whole),
-        "joined.tar": whole + whole,
-        "garbled.tar": whole[:2560] + b"\x01" * 512 + whole[3072:],
-        "text.tar": b"no tar at all",
-        "negative.tar": whole[:2560] + _header(-1024) + whole[3072:],
-        "negative_pax.tar": whole[:2560] + _header(2000, {"size": "-3072"}) + whole[3072:],
-        "long_pax.tar": whole[:2560] + _header(2**33, kind=tarfile.XHDTYPE) + whole[3072:],
-        "long_text.tar": _header(2**21, name="a.txt") + bytes(2**21 + 1024),
-        "names.tar": _many_numbers(),
-        "empty.tar": b"",
+        "cut.tar": (whole[:4000], "unexpected end of data"),
+        "cut_header.tar": (whole[:3000], "damaged at byte 2560"),
+        "cut_between.tar": (whole[: 512 + 2048], "ends without an end marker"),
+        "gzip.tar": (gzip.compress(whole), "not a readable tar"),
+        "joined.tar": (whole + whole, "several tars in one file"),
+        "garbled.tar": (whole[:2560] + b"\x01" * 512 + whole[3072:], "damaged at byte 2560"),
+        "text.tar": (b"no tar at all", "not a readable tar"),
+        "negative.tar": (
+            whole[:2560] + _header(-1024) + whole[3072:],
+            "not a readable tar: a member of -1024 bytes",
+        ),
+        "negative_pax.tar": (
+            whole[:2560] + _header(2000, {"size": "-3072"}) + whole[3072:],
+            "does not end behind it",
+        ),
+        "long_pax.tar": (
+            whole[:2560] + _header(2**33, kind=tarfile.XHDTYPE) + whole[3072:],
+            "a header of 8,589,934,592 bytes",
+        ),
+        "long_text.tar": (
+            _header(2**21, name="a.txt") + bytes(2**21 + 1024),
+            "a.txt has 2,097,152 bytes; a text has at most 1,048,576",
+        ),
+        "names.tar": (_many_numbers(), "its .json files name 2,000 numbers; at most 1,000 can be"),
+        "empty.tar": (b"", "not a readable tar: empty file"),
     }
-    for name, content in tars.items():
+    for name, (content, _) in tars.items():
         (tmp_path / name).write_bytes(content)
     write_tar(tmp_path / "no_media.tar", {"a.txt": "x"})
     write_tar(tmp_path / "bad_json.tar", {"a.mp4": "x", "a.json": "{"})
@@ -152,20 +156,7 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
     found = find([tmp_path])
     assert list(found.items) == []
     reasons = {Path(error.path).name: error.reason for error in found.refused}
-    expected = {
-        "cut.tar": "unexpected end of data",
-        "cut_header.tar": "damaged at byte 2560",
-        "cut_between.tar": "ends without an end marker",
-        "gzip.tar": "not a readable tar",
-        "joined.tar": "several tars in one file",
-        "garbled.tar": "damaged at byte 2560",
-        "text.tar": "not a readable tar",
-        "negative.tar": "not a readable tar: a member of -1024 bytes",
-        "negative_pax.tar": "does not end behind it",
-        "long_pax.tar": "a header of 8,589,934,592 bytes",
-        "long_text.tar": "a.txt has 2,097,152 bytes; a text has at most 1,048,576",
-        "names.tar": "its .json files name 2,000 numbers; at most 1,000 can be",
-        "empty.tar": "not a readable tar: empty file",
+    expected = {name: reason for name, (_, reason) in tars.items()} | {
         "no_media.tar": "no video or image among its 1 members",
         "bad_json.tar": "not a readable tar",
         "twice.tar": "two members have the same name",

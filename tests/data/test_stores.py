@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.data import store
-from tests.data.build import identities_of, oracle_of, section
+from tests.data.build import section
 
 from longtake.config import StoreSection
 from longtake.data import clip_cache, stores
@@ -234,68 +234,17 @@ def test_batches_are_the_same_while_the_store_fails(
     _assert_same(found, _batches(local_catalog, workers=0))
 
 
-_SHAPES = [
-    {"num_frames": 4, "height": 16, "width": 16},
-    {"num_frames": 2, "height": 16, "width": 16, "batch_size": 5, "share": 0.4},
-    {"num_frames": 4, "height": 16, "width": 32, "batch_size": 3},
-]
-_SPANS = {"same": range(6), "fewer": range(1, 6), "more": range(10)}
-# The clips, what is done about the change, ranks, workers, the batch size, and for how many steps.
-_LAUNCHES: list[tuple[str, str, int, int, int, int | None]] = [
-    ("same", "refuse", 1, 2, 4, 2),
-    ("fewer", "merge", 3, 0, 4, 2),
-    ("more", "finish", 2, 0, 6, 3),
-    ("more", "refuse", 1, 0, 6, 1),
-    ("same", "merge", 1, 2, 3, None),
-]
-
-
-def test_spans_of_films_in_several_buckets_change_and_nothing_is_repeated_or_missing(
-    proxy: store.Proxy, server: str, tmp_path: Path
+def test_spans_of_films_are_those_of_local_films(
+    proxy: store.Proxy, folder: Path, tmp_path: Path
 ) -> None:
-    rng = np.random.default_rng(1)
-    for name, width in (("square", 16), ("wide", 32)):
-        frames = rng.integers(0, 256, (40, 16, width, 3), np.uint8)
-        write_video(tmp_path / f"{name}.mp4", frames, fps=8)
-        store.put(server, _BUCKET, {f"films/{name}.mp4": (tmp_path / f"{name}.mp4").read_bytes()})
-    for change, numbers in _SPANS.items():
-        rows = [
-            f"s3://{_BUCKET}/films/{name}.mp4,{number},{number / 2},{(number + 1) / 2}"
-            for name in ("square", "wide")
-            for number in numbers
-        ]
-        (tmp_path / "t.csv").write_text("\n".join(["path,caption,start,end", *rows]) + "\n")
-        index([tmp_path / "t.csv"], captions=None, out=tmp_path / f"{change}.parquet", workers=0)
-    catalogs = {change: Catalog.load(tmp_path / f"{change}.parquet") for change in _SPANS}
-    assert [len(each) for each in catalogs.values()] == [12, 10, 20]
-    oracle, state = oracle_of(catalogs["same"], 3), None
-    for change, policy, world_size, workers, batch_size, steps in _LAUNCHES:
-        data = section(
-            catalog=tmp_path / f"{change}.parquet",
-            buckets=_SHAPES,
-            stages=[{"name": "only", "epochs": 3}],
-            workers=workers,
-            on_change=policy,
-        )
-        how: dict[str, Any] = {"batch_size": batch_size, "seed": 3, "kept": tmp_path / "kept"}
-        loaders = [Loader(data, rank=r, world_size=world_size, **how) for r in range(world_size)]
-        if state is not None:
-            if policy != "refuse":
-                oracle.change(policy, identities_of(catalogs[change]), state["epoch"])
-            for loader in loaders:
-                loader.load_state_dict(state)
-        loaders[0].keep_catalogs()
-        end = None if steps is None else loaders[0].step + steps
-        for shares in zip(*(loader.batches(end) for loader in loaders), strict=True):
-            assert not any(share.rejected for share in shares)
-            for share in shares:
-                for identity, epoch, weight in zip(
-                    share.identities, share.epochs, share.weights, strict=True
-                ):
-                    if weight:
-                        oracle.consume(epoch, identity)
-        state = loaders[0].state_dict()
-    oracle.check()
+    batches = list[list[Batch]]()
+    for place in (f"s3://{_BUCKET}/set", str(folder)):
+        table, out = tmp_path / "t.csv", tmp_path / f"{len(batches)}.parquet"
+        rows = [f"{place}/0.mp4,one,0,0.5", f"{place}/0.mp4,two,0.5,"]
+        table.write_text("\n".join(["path,caption,start,end", *rows]))
+        index([table], captions=None, out=out, workers=0)
+        batches.append(_batches(out, workers=0))
+    _assert_same(*batches)
 
 
 def test_what_has_come_is_not_asked_for_again(

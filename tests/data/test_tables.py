@@ -1,7 +1,6 @@
 """A list or table becomes named media, or an error that says what is wrong with it."""
 
 import io
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
-from tests.data.build import named_items, write_tar
+from tests.data.build import named_items, write_table, write_tar
 
 from longtake.data.caption_files import read_captions
 from longtake.data.sources import find
@@ -34,21 +33,12 @@ def test_tables_give_captions_and_scores(folder: Path, suffix: str, column: str)
         {column: "a.mp4", "caption": " one, two ", "nouns": 2, "width": 9, "ok": True, "id": "x"},
         {column: "0017", "caption": None, "nouns": None, "width": 9, "ok": False, "id": "y"},
     ]
-    table = folder / f"table{suffix}"
-    if suffix == ".csv":
-        table.write_text(f'{column},caption,nouns,width,ok,id\na.mp4," one, two ",2,9,true,x\n')
-        with table.open("a") as file:
-            file.write("0017,,,9,false,y\n")
-    elif suffix == ".jsonl":
-        table.write_text("\n".join(map(json.dumps, rows)))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), table)
+    table = write_table(folder / f"table{suffix}", rows)
     items = named_items(find([table]).items, folder)
-    assert (items["a.mp4"].caption, items["a.mp4"].attributes) == (
-        "one, two",
-        {"nouns": 2, "ok": 1},
-    )
-    assert (items["0017"].caption, items["0017"].attributes) == (None, {"ok": 0})
+    assert {name: (item.caption, item.attributes) for name, item in items.items()} == {
+        "a.mp4": ("one, two", {"nouns": 2, "ok": 1}),
+        "0017": (None, {"ok": 0}),
+    }
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".parquet"])
@@ -64,23 +54,14 @@ def test_a_late_row_decides_what_a_column_holds(folder: Path, suffix: str) -> No
         }
         for number in range(num_rows)
     ]
-    table = folder / f"table{suffix}"
-    if suffix == ".csv":
-        lines = (
-            ",".join("" if each is None else str(each) for each in row.values()) for row in rows
-        )
-        table.write_text("\n".join(["path,nouns,many,late", *lines]))
-    elif suffix == ".jsonl":
-        table.write_text("\n".join(map(json.dumps, rows)))
-    else:
-        pq.write_table(pa.Table.from_pylist(rows), table, row_group_size=1500)
+    table = write_table(folder / f"table{suffix}", rows)
     (item,) = find([table]).items
     # An id among small numbers makes its row unknown in JSON, and all of a typed column an id.
     many = {"many": 1.0} if suffix == ".jsonl" else {}
     assert item.attributes == {"nouns": 2.0, "late": 3.0} | many
     rows[late]["path"] = ""
     if suffix == ".jsonl":
-        table.write_text("\n".join(map(json.dumps, rows)))
+        write_table(table, rows)
         with pytest.raises(DataError, match=f"row {late + 1} has no path"):
             find([table])
 
@@ -90,10 +71,10 @@ def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
     """A list that names what is not there is refused as a whole, never shortened."""
     names = ["a.mp4", *(f"gone{number}.mp4" for number in range(7))]
     listing = folder / f"list{suffix}"
-    if suffix == ".jsonl":
-        listing.write_text("\n".join(json.dumps({"path": name}) for name in names))
+    if suffix == ".txt":
+        listing.write_text("\n".join(names))
     else:
-        listing.write_text("\n".join([*(["path"] if suffix == ".csv" else []), *names]))
+        write_table(listing, [{"path": name} for name in names])
     with pytest.raises(DataError, match="names 8 files, and 7 of them do not exist") as caught:
         find([folder, listing])
     assert f"{folder}/gone4.mp4\n  and 2 more" in str(caught.value)

