@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -252,11 +252,12 @@ def write_table(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
     return path
 
 
-def write_greys(folder: Path, captions: dict[str, str], grey: int = 90) -> None:
-    """Write captioned PNGs of one grey, 16 x 16, by their names."""
+def write_greys(folder: Path, captions: Mapping[str, str | None], grey: int = 90) -> None:
+    """Write PNGs of one grey, 16 x 16, by their names; those of None have no caption beside."""
     for name, caption in captions.items():
         Image.new("RGB", (16, 16), (grey,) * 3).save(folder / f"{name}.png")
-        (folder / f"{name}.txt").write_text(caption)
+        if caption is not None:
+            (folder / f"{name}.txt").write_text(caption)
 
 
 def write_tar(path: Path, members: dict[str, bytes | str]) -> Path:

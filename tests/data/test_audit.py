@@ -73,9 +73,6 @@ class _Run(PlannedRun):
         assert self.plans.end_step is not None
         self.launch(self.plans.end_step, world_size)
 
-    def audit(self) -> Audit:
-        return audit(self.directory)
-
 
 def _share(planned: PlannedBatch, rank: int, world_size: int, lost: Collection[str]) -> StepSamples:
     """What a rank trains and rejects of a batch."""
@@ -88,8 +85,13 @@ def _share(planned: PlannedBatch, rank: int, world_size: int, lost: Collection[s
     return StepSamples(planned.step, f"{planned.stage}/{planned.source}", trained, rejected)
 
 
+def _audit(run: "_Run | _RolledBackRun", *, is_exact: bool = True) -> Audit:
+    found = audit(run.directory)
+    assert found.ok == is_exact
+    return found
+
+
 def _facts(epochs: Sequence[EpochAudit]) -> list[tuple[int, int, bool]]:
-    """(epoch, seen, is_over) of each."""
     return [(each.epoch, each.seen, each.is_over) for each in epochs]
 
 
@@ -109,8 +111,7 @@ def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
     run.launch(5, world_size=2)
     run.launch_all(world_size=2)
     assert {plans.batch(step).batch_size for step in range(run.step)} == {2, 4, 6}
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert [each.stage for each in found.epochs] == ["a", "b", "b"]
     assert _facts(found.epochs) == [(0, 26, True), (0, 20, True), (1, 20, True)]
 
@@ -119,8 +120,7 @@ def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
 def test_a_run_that_consumed_its_plan_is_exact(tmp_path: Path, world_size: int) -> None:
     run = _Run(tmp_path, catalog_of(range(22)))
     run.launch(14, world_size)
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert (found.end_step, found.num_abandoned) == (14, 0)
     assert sum(each.seen for each in found.epochs) == 14 * 4
     assert _facts(found.epochs) == [(0, 22, True), (1, 22, True), (2, 12, False)]
@@ -134,8 +134,7 @@ def test_several_catalogs_are_told_apart(tmp_path: Path) -> None:
     clips = {"a": catalog_of(range(12)), "b": catalog_of(range(6, 18))}
     run = _Run(tmp_path, clips, catalogs=both, weights={"a": 2.0})
     run.launch(12)
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     seen = {each.source: each.seen for each in found.epochs if each.epoch == 0}
     assert seen == {"a": 12, "b": 12}
 
@@ -177,8 +176,7 @@ def test_a_single_wrong_record_is_found(
     run = _Run(tmp_path, catalog_of(range(22)))
     run.launch(14, world_size)
     _rewrite(_ledger_file(run, world_size - 1), forged)
-    found = run.audit()
-    assert not found.ok
+    found = _audit(run, is_exact=False)
     sums = [
         sum(getattr(e, name) for e in found.epochs) for name in ("repeated", "missing", "unplanned")
     ]
@@ -187,13 +185,11 @@ def test_a_single_wrong_record_is_found(
 
 
 def test_rejected_clips_are_not_missing(tmp_path: Path) -> None:
-    """They are counted in each epoch that would have had them."""
     clips = catalog_of(range(22))
     run = _Run(tmp_path, clips)
     lost = {clips.clip(3).identity, clips.clip(4).identity}
     run.launch(14, world_size=2, lost=lost)
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert [each.rejected for each in found.epochs[:2]] == [2, 2]
     assert _facts(found.epochs)[:2] == [(0, 20, True), (1, 20, True)]
 
@@ -208,14 +204,12 @@ def test_a_run_whose_data_changed_twice_is_exact(tmp_path: Path, policy: str, st
     run.launch(step + 3, 2)
     plans = run.resume(catalog_of(range(15)), batch_size=2, on_change=policy)
     run.launch(step + 6, 2)
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert found.end_step == step + 6
     planned = sum(len(plans.batch(each).rows) for each in range(step + 6))
     assert sum(each.seen for each in found.epochs) == planned
     run.launch_all()
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert _facts(found.epochs)[-1] == (3, 15, True)
 
 
@@ -228,8 +222,7 @@ def test_an_epoch_with_nothing_left_after_a_change_is_exact(tmp_path: Path) -> N
     run.launch(1)
     assert run.plans.end_step == 2
     run.launch_all()
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert [epoch[:2] for epoch in _facts(found.epochs)] == [(0, 4), (1, 4)]
 
 
@@ -237,20 +230,20 @@ def test_clips_whose_first_bytes_coincide_are_no_repeats(tmp_path: Path) -> None
     twins = catalog_of(range(22), identity=lambda n: "00" * 7 + f"{n:018x}")
     run = _Run(tmp_path, twins)
     run.launch(14)
-    assert run.audit().ok
+    _audit(run)
     _rewrite(_ledger_file(run), lambda data: data[:45] + data[30:])
-    assert not run.audit().ok
+    _audit(run, is_exact=False)
 
 
 def test_without_a_ledger_or_its_catalogs_nothing_is_proved(tmp_path: Path) -> None:
     run = _Run(tmp_path, catalog_of(range(22)))
     with pytest.raises(DataError, match="has no ledger"):
-        run.audit()
+        _audit(run)
     run.launch(3)
     (kept,) = run.directory.catalogs_path.iterdir()
     kept.unlink()
     with pytest.raises(DataError, match=rf"{kept.name} does not keep it"):
-        run.audit()
+        _audit(run)
 
 
 class _RolledBackRun:
@@ -325,9 +318,6 @@ class _RolledBackRun:
                 assert len(set(states)) == 1
                 self.states[self.step] = json.loads(states[0])
 
-    def audit(self) -> Audit:
-        return audit(self.directory)
-
     def assert_is_exact(self) -> None:
         """The ledger holds just the samples of the batches that count; the audit says the same."""
         plan_history = self.loaders[0].plan_history
@@ -337,8 +327,7 @@ class _RolledBackRun:
         consumed = read_ledger(self.directory.ledger_path)
         pairs = zip(consumed.step.tolist(), consumed.epoch.tolist(), strict=True)
         assert Counter(pairs) == wanted
-        found = self.audit()
-        assert found.ok
+        found = _audit(self)
         assert found.end_step - found.num_skipped == self.step
         assert {each.epoch: each.seen for each in found.epochs if each.seen} == Counter(
             epoch for (_, epoch), count in wanted.items() for _ in range(count)
@@ -355,7 +344,7 @@ def test_a_rollback_is_exact(stills: Path, tmp_path: Path) -> None:
     run.train(6)
     assert run.kept == [0, 1, 2, 3, 4, 11, 12, 13, 14]
     run.assert_is_exact()
-    found = run.audit()
+    found = _audit(run)
     assert (found.end_step, found.num_skipped, found.num_abandoned) == (15, 6, 6 * 4)
     assert [(e.seen, e.skipped, e.missing, e.is_over) for e in found.epochs] == [
         (20, 6, 0, True),
@@ -373,8 +362,7 @@ def test_ranks_that_were_killed_after_a_rollback(stills: Path, tmp_path: Path) -
     run.train(3)
     path = run.folder / "rank_0001.bin"
     path.write_bytes(path.read_bytes()[:-20])
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert (found.end_step, found.num_skipped) == (10, 3)
     run.start(4, step=6)
     run.train(4)
@@ -391,13 +379,12 @@ def test_a_skipped_batch_that_was_trained_is_found(stills: Path, tmp_path: Path)
     run = _RolledBackRun(tmp_path, stills)
     run.train(4)
     _forge(run, 0, skipped=[[2, 3]])
-    found = run.audit()
-    assert not found.ok
+    found = _audit(run, is_exact=False)
     assert [(e.seen, e.skipped, e.unplanned, e.repeated) for e in found.epochs] == [(16, 4, 4, 0)]
     assert len(found.epochs[0].examples) == 4
     path = run.folder / "rank_0000.bin"
     path.write_bytes(path.read_bytes() + path.read_bytes()[2 * 64 : 3 * 64])
-    (epoch,) = run.audit().epochs
+    (epoch,) = _audit(run, is_exact=False).epochs
     assert (epoch.unplanned, epoch.repeated) == (4, 4)
 
 
@@ -408,10 +395,9 @@ def test_a_batch_that_was_not_trained_and_not_skipped_is_found(
     run.train(4)
     run.roll_back(2, (2, 4))
     run.train(2)
-    assert run.audit().ok
+    _audit(run)
     _forge(run, 1, skipped=[[2, 3]])
-    found = run.audit()
-    assert not found.ok
+    found = _audit(run, is_exact=False)
     assert [(e.skipped, e.missing) for e in found.epochs] == [(4, 4)]
 
 
@@ -426,32 +412,29 @@ def test_a_rollback_and_then_other_data(stills: Path, tmp_path: Path) -> None:
     assert run.kept == [0, 1, 2, 3, 8]
     run.start(2, step=5, catalog=changed, on_change="merge")
     run.train(18)
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert found.num_skipped == 4
     whole = [epoch for epoch in found.epochs if epoch.is_over and epoch.epoch > 1]
     assert {(epoch.seen, epoch.skipped) for epoch in whole} == {(_NUM_CLIPS - 4, 0)}
     run.roll_back(12, (run.kept[12], run.kept[12] + 2))
     run.train(4)
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert found.num_skipped == 6
 
 
 def test_a_span_over_the_end_of_a_stage_that_is_made_longer(stills: Path, tmp_path: Path) -> None:
-    """Of the span only those batches count that there would have been."""
+    """Only those batches of the span count that the stage would have had."""
     once, twice = ([{"name": "only", "epochs": number}] for number in (1, 2))
     run = _RolledBackRun(tmp_path, stills, stages=once)
     run.train(6)
     run.roll_back(4, (5, 9))
     run.train(9)
     assert run.kept == [0, 1, 2, 3, 4]
-    assert run.audit().ok
+    _audit(run)
     run.start(2, step=5, stages=twice, on_change="merge")
     run.train(9)
     assert run.kept == [0, 1, 2, 3, 4, *range(9, 16)]
-    found = run.audit()
-    assert found.ok
+    found = _audit(run)
     assert (found.end_step, found.num_skipped) == (16, 2)
     assert [(e.seen, e.skipped) for e in found.epochs] == [(18, 8), (26, 0)]
 
@@ -502,7 +485,7 @@ def test_any_run_is_exact(stills: Path, actions: Sequence[tuple[str, int, int]])
 
 
 def _numbers(run: _RolledBackRun, count: int) -> Iterator[int]:
-    """Of the batches that come next."""
+    """The numbers of the next batches."""
     loader = Loader(run.recipe.data, batch_size=_BATCH_SIZE, kept=run.directory.catalogs_path)
     loader.load_state_dict(run.loaders[0].state_dict())
     return (batch.step for batch in loader.batches(loader.end_after(count)))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.data.build import catalog_of, section
 
 from longtake import config
-from longtake.config import AutoBucketsSection, Bucket
+from longtake.config import AutoBucketsSection, Bucket, Recipe
 from longtake.data.auto_buckets import choose_buckets, propose_buckets, with_buckets
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError
@@ -76,23 +76,28 @@ def test_a_bucket_is_within_the_budget_and_near_its_aspect_ratio(
         assert abs(shape.width / shape.height / aspect - 1) < 0.08
 
 
-def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
-    path = tmp_path / "c.parquet"
-    _clips({(64, 64): 8}).save(path)
+def _recipe(folder: Path, catalog: Path, **auto: Any) -> Recipe:
     values = {
-        "out": str(tmp_path / "run"),
-        "data": {"catalog": str(path), "auto_buckets": {"pixels": 4096, "frames": [4]}},
+        "out": str(folder / "run"),
+        "data": {"catalog": str(catalog), "auto_buckets": {"pixels": 4096, "frames": [4], **auto}},
         "model": {"family": "tubelet"},
         "training": {"steps": 2, "global_batch_size": 2},
     }
-    recipe = config.parse(values, "test")
+    return config.parse(values, "test")
+
+
+def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:
+    path = tmp_path / "c.parquet"
+    _clips({(64, 64): 8}).save(path)
+    recipe = _recipe(tmp_path, path)
     first = with_buckets(recipe)
     assert first.data.buckets == (Bucket(num_frames=4, height=64, width=64),)
-    (tmp_path / "run").mkdir()
-    RunDirectory(tmp_path / "run").create(first)
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.create(first)
     _clips({(64, 64): 8, (128, 64): 30}).save(path)
     assert with_buckets(recipe) == first
-    assert config.differences(RunDirectory(tmp_path / "run").recipe(), with_buckets(recipe)) == []
+    assert config.differences(run.recipe(), with_buckets(recipe)) == []
     elsewhere = config.changed(first, [f"out={tmp_path / 'other'}"])
     assert elsewhere.data.buckets == first.data.buckets
     fresh = recipe.model_copy(update={"out": tmp_path / "other"})
@@ -103,14 +108,7 @@ def test_buckets_are_chosen_from_the_catalog_that_is_shown(tmp_path: Path) -> No
     tall, wide = tmp_path / "tall.parquet", tmp_path / "wide.parquet"
     _clips({(480, 832): 8}).save(tall)
     _clips({(832, 480): 8}).save(wide)
-    auto = {"pixels": 64 * 64, "frames": [4], "min_clips": 1}
-    values = {
-        "out": str(tmp_path / "run"),
-        "data": {"catalog": str(tall), "auto_buckets": auto},
-        "model": {"family": "tubelet"},
-        "training": {"steps": 1, "global_batch_size": 1},
-    }
-    recipe = config.parse(values, "test")
+    recipe = _recipe(tmp_path, tall, min_clips=1)
     own, other = (with_buckets(recipe, shown).data.buckets for shown in (tall, wide))
     assert own != other
     assert all(each.width <= each.height for each in own)

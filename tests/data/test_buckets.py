@@ -249,7 +249,7 @@ def test_without_timestamps_frames_are_counted(clip: Clip) -> None:
 
 
 def test_frames_are_cut_from_the_middle_unless_asked(clip: Clip) -> None:
-    """Else anywhere: on the side that has a margin, all over it, by the sample's seed."""
+    """A random crop lies anywhere on the side that has a margin, by the sample's seed."""
     middle = {sample_window(clip, _SHAPE, section(), seed).left for seed in _SEEDS}
     assert middle == {8}
     windows = [sample_window(clip, _SHAPE, section(random_crop=True), seed) for seed in _SEEDS]

@@ -62,17 +62,9 @@ def test_whatever_decides_the_pixels_decides_the_name(
 ) -> None:
     cache = _cache(tmp_path, data)
     changes: list[dict[str, Any]] = [
-        {"identity": "0" * 32},
-        {"start": 2},
-        {"num_frames": 5},
-        {"stride": 2},
-        {"scaled_height": 20},
-        {"scaled_width": 20},
-        {"scaled_height": 20, "top": 1},
-        {"scaled_width": 20, "left": 1},
-        {"is_flipped": True},
-        {"stream_index": 1},
-        {"rotation": 90},
+        *({"identity": "0" * 32}, {"start": 2}, {"num_frames": 5}, {"stride": 2}),
+        *({"scaled_height": 20}, {"scaled_width": 20}, {"is_flipped": True}, {"stream_index": 1}),
+        *({"scaled_height": 20, "top": 1}, {"scaled_width": 20, "left": 1}, {"rotation": 90}),
     ]
     keys = {cache.latents(replace(window, **change)).key for change in changes}
     keys.add(cache.latents(window).key)
@@ -125,7 +117,6 @@ def test_an_inputs_name_is_its_content_cut_and_frames(
 def test_what_a_family_makes_of_several_inputs_is_named_by_all_of_them(
     tmp_path: Path, data: DataSection, window: Window
 ) -> None:
-    """By the content and cut of each, the clip's shape, and what encodes them."""
     (tmp_path / "pose").mkdir()
     files = [tmp_path / "pose" / f"{name}.png" for name in "12"]
     for file in files:
@@ -204,7 +195,6 @@ def test_what_killed_processes_left_is_tidied_up_when_it_is_old(
 
 
 def test_a_folder_that_others_use_becomes_no_cache(tmp_path: Path) -> None:
-    """Nothing in it is removed, though its files have the names of a cache's."""
     theirs = tmp_path / "theirs" / "latents" / "lora.safetensors"
     theirs.parent.mkdir(parents=True)
     theirs.write_bytes(b"of another tool")

@@ -65,12 +65,12 @@ def _cache(data: DataSection, folder: Path) -> Cache:
 
 
 def _means(part: SamplePart, read: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
-    """In the place of a codec: the mean of each frame's colours, [3, F, 1, 1]."""
+    """Stand-in for a codec: the mean of each frame's colours, [3, F, 1, 1]."""
     return {"latents": torch.from_numpy(read[""]).float().mean(dim=(2, 3), keepdim=True)}
 
 
 def _lengths(captions: Sequence[str]) -> list[dict[str, Tensor]]:
-    """In the place of a text encoder."""
+    """Stand-in for a text encoder."""
     return [{"prompt_embeds": torch.full((2, 3), float(len(each)))} for each in captions]
 
 
@@ -89,7 +89,6 @@ def _num_windows(data: DataSection) -> int:
 
 
 def test_all_that_any_step_asks_for_is_there(data: DataSection, tmp_path: Path) -> None:
-    """Each window of each clip, mirrored and not, and each caption once; nothing else."""
     cache = _cache(data, tmp_path)
     report = _fill(cache, data)
     assert report.computed == {"latents": _num_windows(data), "prompts": 7 + 1}

@@ -266,14 +266,12 @@ def test_a_catalog_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
 
 
 def _table_of(data: bytes, folder: Path) -> pa.Table:
-    """The clips of the catalog that a file's bytes hold."""
     path = folder / "whole.parquet"
     path.write_bytes(data)
     return Catalog.load(path).table
 
 
 def test_rows_in_disorder_are_damage(tmp_path: Path) -> None:
-    """A table that somebody else sorted otherwise, or doubled, is refused."""
     path = tmp_path / "catalog.parquet"
     make_catalog(map(_clip, range(3))).save(path)
     rows = pq.ParquetFile(path).read()

@@ -79,7 +79,6 @@ def test_buckets_that_are_empty_or_smaller_than_a_batch_are_named() -> None:
 
 
 def test_stages_that_would_not_be_reached_are_named(clips: Catalog) -> None:
-    """With the step that they would begin at."""
     stages = [{"name": "a", "steps": 50}, {"name": "b"}]
     data = section(stages=stages)
     assert _reviewed(clips, data, num_steps=51) == []

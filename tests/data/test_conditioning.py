@@ -12,7 +12,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import catalog_of, load, pictures_of, write_table
+from tests.data.build import catalog_of, load, on_ranks, pictures_of, write_table
 
 from longtake.config import Bucket, ConditioningSection, DataSection, parse
 from longtake.data.buckets import sample_window
@@ -287,28 +287,21 @@ _ITS_FRAMES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("workers", "fps"), [(0, None), (1, None), (1, 50.0)])
+@pytest.mark.parametrize("fps", [None, 50.0])
 def test_a_video_that_is_the_clip_gives_the_clips_pixels(
-    material: Path, tmp_path: Path, workers: int, fps: float | None
+    material: Path, tmp_path: Path, fps: float | None
 ) -> None:
-    """Bitwise, of real clips: rotated, of varying frame rate, cut anywhere, mirrored, strided."""
+    """Real clips are rotated, of varying frame rate, cut anywhere, mirrored and strided."""
     names = ["decord/video_90.mov", "derived/vfr_bikes_h264.mp4", "torchcodec/nasa_13013.mp4"]
-    for name in names[: 3 if workers else 2]:
+    for name in names:
         shutil.copy(material / "videos" / name, tmp_path / f"{Path(name).stem}.mp4")
         (tmp_path / f"{Path(name).stem}.txt").write_text(name)
     out = tmp_path / "catalog.parquet"
     index([tmp_path], captions=None, out=out, workers=0)
     long, short = _LONG.model_dump(), _LONG.model_dump() | {"num_frames": 2}
-    data = _section(
-        out,
-        conditioning=_ITSELF | _ITS_FRAMES,
-        buckets=[long, short],
-        frame_stride=2,
-        random_crop=True,
-        flip=0.5,
-        workers=workers,
-        fps=fps,
-    )
+    values: dict[str, Any] = {"random_crop": True, "flip": 0.5, "fps": fps, "frame_stride": 2}
+    values |= {"buckets": [long, short], "conditioning": _ITSELF | _ITS_FRAMES}
+    data = _section(out, workers=1, **values)
     batches = list(Loader(data, batch_size=1, seed=3).batches(6))
     luma = torch.tensor([0.299, 0.587, 0.114], dtype=torch.float64)
     for batch in batches:
@@ -318,7 +311,7 @@ def test_a_video_that_is_the_clip_gives_the_clips_pixels(
         np.testing.assert_array_equal(batch.inputs["begin"], batch.videos[:, :, :2])
         grey = torch.einsum("bcfhw,c->bfhw", batch.videos.double(), luma)
         assert (batch.inputs["mask"][:, 0].double() - grey).abs().max() <= 0.51
-    assert len({batch.identities for batch in batches}) == 2 + bool(workers)
+    assert len({batch.identities for batch in batches}) == 3
 
 
 @pytest.mark.parametrize("fps", [7.0, 16.0, 60.0])
@@ -363,13 +356,19 @@ def test_at_another_frame_rate_inputs_follow_the_clips_frames(
             np.testing.assert_array_equal(inputs[each], rows[list(window.frames)])
 
 
-def _clip_of(tmp_path: Path, count: int = 9) -> tuple[Path, Clip]:
-    (tmp_path / "clips").mkdir()
-    write_video(tmp_path / "clips" / "a.mp4", _frames(count, 48, 64), fps=8)
-    (tmp_path / "clips" / "a.txt").write_text("half dark")
-    out = tmp_path / "catalog.parquet"
-    index([tmp_path / "clips"], captions=None, out=out, workers=0)
-    return out, Catalog.load(out).clip(0)
+@pytest.fixture(scope="module")
+def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The catalog of a.mp4, of nine frames of 64x48."""
+    folder = tmp_path_factory.mktemp("film")
+    write_video(folder / "a.mp4", _frames(9, 48, 64), fps=8)
+    (folder / "a.txt").write_text("half dark")
+    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    return folder / "catalog.parquet"
+
+
+@pytest.fixture
+def clip(film: Path) -> Clip:
+    return Catalog.load(film).clip(0)
 
 
 def _read(clip: Clip, section: dict[str, Any], seed: int = 1, **values: Any) -> NDArray[Any]:
@@ -380,13 +379,12 @@ def _read(clip: Clip, section: dict[str, Any], seed: int = 1, **values: Any) -> 
 
 
 def test_a_mask_of_another_size_is_cut_as_the_clip_and_a_picture_is_for_all_frames(
-    tmp_path: Path,
+    clip: Clip, tmp_path: Path
 ) -> None:
-    _, clip = _clip_of(tmp_path)
     mask = np.zeros((24, 32), np.uint8)
     mask[:, 16:] = 255
     Image.fromarray(mask).save(tmp_path / "mask.png")
-    section = {"kind": "mask", "path": "../mask.png"}
+    section = {"kind": "mask", "path": str(tmp_path / "mask.png")}
     for seed in range(4):
         found = _read(clip, section, seed, random_crop=True, flip=0.5)
         video = _read(clip, {"kind": "video", "path": "a.mp4"}, seed, random_crop=True, flip=0.5)
@@ -409,20 +407,19 @@ def test_a_mask_of_another_size_is_cut_as_the_clip_and_a_picture_is_for_all_fram
     ],
 )
 def test_what_does_not_fit_its_clip_is_refused(
-    kind: str, name: str, said: str, tmp_path: Path
+    kind: str, name: str, said: str, clip: Clip, tmp_path: Path
 ) -> None:
-    _, clip = _clip_of(tmp_path)
     (tmp_path / "empty.mp4").touch()
     Image.new("L", (20, 20)).save(tmp_path / "square.png")
     write_video(tmp_path / "short.mp4", _frames(2, 48, 64), fps=8)
     with pytest.raises(ClipError, match=said):
-        _read(clip, {"kind": kind, "path": f"../{name}"})
+        _read(clip, {"kind": kind, "path": str(tmp_path / name)})
 
 
 _PATH = np.arange(9 * 12, dtype=np.float64).reshape(9, 12) / 7
 
 
-def _save(path: Path, values: NDArray[Any]) -> None:
+def _save(path: Path, values: NDArray[Any]) -> str:
     match path.suffix:
         case ".json":
             path.write_text(json.dumps(values.tolist()))
@@ -432,21 +429,21 @@ def _save(path: Path, values: NDArray[Any]) -> None:
             path.write_text("\n".join([",".join("abcdefghijkl"[: len(rows[0])]), *lines]))
         case ".npy":
             np.save(path, values)
+    return str(path)
 
 
 @pytest.mark.parametrize("suffix", [".json", ".csv", ".npy"])
-def test_numbers_follow_the_windows_frames(suffix: str, tmp_path: Path) -> None:
-    _, clip = _clip_of(tmp_path)
-    _save(tmp_path / f"a{suffix}", _PATH)
-    _save(tmp_path / f"one{suffix}", _PATH[0])
-    per_frame = {"kind": "numbers", "path": f"../a{suffix}", "width": 12, "per_frame": True}
+def test_numbers_follow_the_windows_frames(suffix: str, clip: Clip, tmp_path: Path) -> None:
+    path = _save(tmp_path / f"a{suffix}", _PATH)
+    per_frame = {"kind": "numbers", "path": path, "width": 12, "per_frame": True}
     for seed in range(5):
         data = _section(Path("c"), buckets=[_LONG.model_dump()], frame_stride=3)
         window = sample_window(clip, _LONG, data, seed)
         found = _read(clip, per_frame, seed, frame_stride=3)
         chosen = _PATH[window.start : window.start + 7 : 3]
         np.testing.assert_array_equal(found, chosen.astype(np.float32))
-    whole = _read(clip, {"kind": "numbers", "path": f"../one{suffix}", "width": 12})
+    path = _save(tmp_path / f"one{suffix}", _PATH[0])
+    whole = _read(clip, {"kind": "numbers", "path": path, "width": 12})
     np.testing.assert_array_equal(whole, _PATH[0].astype(np.float32))
 
 
@@ -469,59 +466,56 @@ def test_numbers_follow_the_windows_frames(suffix: str, tmp_path: Path) -> None:
     ],
 )
 def test_numbers_that_are_not_what_the_recipe_says_are_refused(
-    name: str, content: str | NDArray[Any] | None, said: str, tmp_path: Path
+    name: str, content: str | NDArray[Any] | None, said: str, clip: Clip, tmp_path: Path
 ) -> None:
-    _, clip = _clip_of(tmp_path)
     if isinstance(content, str):
         (tmp_path / name).write_text(content)
     elif content is not None:
         np.save(tmp_path / name, content, allow_pickle=True)
-    section = {"kind": "numbers", "path": f"../{name}", "width": 2, "per_frame": True}
+    path = str(tmp_path / name)
     with pytest.raises(ClipError, match=said):
-        _read(clip, section)
+        _read(clip, {"kind": "numbers", "path": path, "width": 2, "per_frame": True})
 
 
-def test_numbers_of_another_width_are_found_before_step_1(tmp_path: Path) -> None:
-    out, _ = _clip_of(tmp_path)
-    _save(tmp_path / "clips" / "a.json", _PATH[:, :7])
-    camera = {"kind": "numbers", "path": "{stem}.json", "width": 12, "per_frame": True}
-    data = _section(out, buckets=[_LONG.model_dump()], conditioning={"camera": camera})
-    plan = begin({"catalog": Catalog.load(out)}, data, batch_size=1, seed=0)
-    with pytest.raises(
-        DataError, match=r"camera: of 1 files.* 1 cannot be used:\n.*a\.json has 9x7"
-    ):
+def test_numbers_of_another_width_are_found_before_step_1(film: Path, tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.json", _PATH[:, :7])
+    camera = {"kind": "numbers", "path": path, "width": 12, "per_frame": True}
+    data = _section(film, buckets=[_LONG.model_dump()], conditioning={"camera": camera})
+    plan = begin({"catalog": Catalog.load(film)}, data, batch_size=1, seed=0)
+    message = r"camera: of 1 files.* 1 cannot be used:\n.*a\.json has 9x7"
+    with pytest.raises(DataError, match=message):
         refuse_missing_conditioning(plan, data)
 
 
-def test_without_a_clip_the_first_frames_are_read_and_cut_in_the_middle(tmp_path: Path) -> None:
+def test_without_a_clip_the_first_frames_are_read_and_cut_in_the_middle(
+    clip: Clip, tmp_path: Path
+) -> None:
     """As a preset gives them, so that they are what a clip that is sampled from its start gets."""
-    out, clip = _clip_of(tmp_path)
-    _save(tmp_path / "a.json", _PATH)
-    data = _section(out, buckets=[_LONG.model_dump()], frame_stride=2, windows=2)
+    path = _save(tmp_path / "a.json", _PATH)
+    data = _section(Path("c"), buckets=[_LONG.model_dump()], frame_stride=2, windows=2)
     window = sample_window(clip, _LONG, data, seed=0)
     assert window.start == 0
-    for section, file in (
-        ({"kind": "video", "path": "a.mp4"}, tmp_path / "clips" / "a.mp4"),
-        ({"kind": "mask", "path": "a.mp4"}, tmp_path / "clips" / "a.mp4"),
-        ({"kind": "numbers", "path": "../a.json", "width": 12, "per_frame": True}, None),
+    for section in (
+        {"kind": "video", "path": clip.path},
+        {"kind": "mask", "path": clip.path},
+        {"kind": "numbers", "path": path, "width": 12, "per_frame": True},
     ):
         parsed = ConditioningSection.model_validate(section)
         alone: ConditioningInput = conditioning_alone(
-            parsed, file or tmp_path / "a.json", _LONG, stride=2
+            parsed, Path(str(section["path"])), _LONG, stride=2
         )
         beside = conditioning_of(clip, window, {"it": parsed})["it"]
         np.testing.assert_array_equal(read(alone), read(beside))
 
 
-def test_numbers_and_masks_of_a_batch_come_through_workers(tmp_path: Path) -> None:
-    out, _ = _clip_of(tmp_path)
-    _save(tmp_path / "clips" / "a.json", _PATH)
-    camera = {"kind": "numbers", "path": "{stem}.json", "width": 12, "per_frame": True}
+def test_numbers_and_masks_of_a_batch_come_through_workers(film: Path, tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.json", _PATH)
+    camera = {"kind": "numbers", "path": path, "width": 12, "per_frame": True}
     sections = {"camera": camera, "mask": {"kind": "mask", "path": "{stem}.mp4"}}
     values: dict[str, Any] = {"conditioning": sections, "buckets": [_LONG.model_dump()]}
-    (one,) = Loader(_section(out, workers=1, **values), batch_size=2).batches(1)
-    (other,) = Loader(_section(out, **values), batch_size=2).batches(1)
-    ranks = [Loader(_section(out, **values), batch_size=2, rank=n, world_size=2) for n in (0, 1)]
+    (one,) = Loader(_section(film, workers=1, **values), batch_size=2).batches(1)
+    (other,) = Loader(_section(film, **values), batch_size=2).batches(1)
+    ranks = on_ranks(_section(film, **values), 2, batch_size=2)
     for rank, batch in enumerate(load(loader, 0) for loader in ranks):
         for name, of_both in other.inputs.items():
             np.testing.assert_array_equal(batch.inputs[name], of_both[rank : rank + 1])
@@ -534,33 +528,24 @@ def test_numbers_and_masks_of_a_batch_come_through_workers(tmp_path: Path) -> No
     )
 
 
-_LINES = [
-    {
-        "video": f"clips/{name}.mp4",
-        "caption": name,
-        "depth": f"maps/{name}.mp4",
-        "camera": rows,
-        "scene": [1, 2],
-    }
-    for name, rows in (("a", _PATH[:4].tolist()), ("b", _PATH[4:8].tolist()))
-]
-
-
 @pytest.fixture
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    for folder in ("clips", "maps"):
-        (tmp_path / folder).mkdir()
-        for number, name in enumerate("ab"):
+    """Rows of a table of two videos, with further inputs."""
+    rows = []
+    for number, name in enumerate("ab"):
+        for folder in ("clips", "maps"):
+            (tmp_path / folder).mkdir(exist_ok=True)
             frames = _frames(4, 48, 64) // (1 + number)
             write_video(tmp_path / folder / f"{name}.mp4", frames, fps=8)
-    return [dict(line) for line in _LINES]
+        row = {"video": f"clips/{name}.mp4", "caption": name, "depth": f"maps/{name}.mp4"}
+        rows.append({**row, "camera": _PATH[4 * number :][:4].tolist(), "scene": [1, 2]})
+    return rows
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "csv"])
 def test_columns_of_a_table_come_with_its_clips(
     kind: str, lines: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    """Paths and numbers, which the catalog keeps; numbers are a part of its fingerprint."""
     out, names = tmp_path / "catalog.parquet", ("depth", "camera", "scene")
     table = write_table(tmp_path / f"table.{kind}", lines)
     index([table], captions=None, out=out, workers=0, conditioning=names)
@@ -634,14 +619,8 @@ def test_a_table_that_lacks_an_input_is_refused(
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        (
-            {"kind": "video", "column": "maps"},
-            r"no column 'maps' .*; it has: depth, camera\. Index",
-        ),
-        (
-            {"kind": "video", "column": "camera"},
-            r"of kind \"video\", but .* holds lists of numbers",
-        ),
+        ({"column": "maps"}, r"no column 'maps' .*; it has: depth, camera\. Index"),
+        ({"column": "camera"}, r"of kind \"video\", but .* holds lists of numbers"),
         (
             {"kind": "numbers", "column": "camera", "width": 12},
             r"2 of 2 clips have another count .* has 48; expected 12 \(data\.conditioning\.it\.w",
@@ -658,7 +637,7 @@ def test_a_catalog_without_what_a_recipe_names_is_refused(
     table, out = write_table(tmp_path / "table.jsonl", lines), tmp_path / "catalog.parquet"
     index([table], captions=None, out=out, workers=0, conditioning=("depth", "camera"))
     with pytest.raises(DataError, match=said):
-        Loader(_section(out, conditioning={"it": section}), batch_size=1)
+        Loader(_section(out, conditioning={"it": {"kind": "video"} | section}), batch_size=1)
 
 
 def test_a_file_of_any_ending_is_found_and_two_are_refused(tmp_path: Path) -> None:

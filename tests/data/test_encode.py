@@ -179,7 +179,6 @@ def videos(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def catalog(videos: Path) -> Path:
-    """The catalog of these videos and the picture."""
     out = videos / "catalog.parquet"
     index([videos], captions=None, out=out, workers=0)
     return out
@@ -212,7 +211,6 @@ def test_real_clips_keep_frames_times_and_colours(material: Path, tmp_path: Path
 
 @pytest.mark.parametrize("gop", [6, 100])
 def test_a_span_of_a_film_becomes_a_clip_of_its_own(videos: Path, gop: int) -> None:
-    """Each has the film's frames from its first on, wherever the film's keyframes lie."""
     (film := videos / "a.mp4").rename(whole := videos / "whole.mp4")
     with av.open(whole) as container:
         encode_frames(film, container.decode(video=0), fps=8, crf=6, gop=gop)
@@ -296,7 +294,6 @@ def test_a_damaged_prepared_file_is_written_anew_next_time(videos: Path) -> None
 
 
 def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path, catalog: Path) -> None:
-    """A file that vanished or changed its content since it was indexed is named."""
     (videos / "a.mp4").unlink()
     shutil.copyfile(videos / "c.png", videos / "b.mp4")
     out = videos.parent / "out"

@@ -122,7 +122,7 @@ def test_folders_are_searched_and_suffixes_ignore_case(videos: Path, tmp_path: P
 
 
 def test_duplicates_are_kept_once_and_a_caption_decides(videos: Path, tmp_path: Path) -> None:
-    """The copy with a caption stays, or else the first by path; the others are counted."""
+    """The copy with a caption stays, or else the first by path."""
     shutil.copyfile(videos / "a.mp4", videos / "sub" / "copy.mp4")
     shutil.copyfile(videos / "b.mp4", videos / "b2.mp4")
     (videos / "sub" / "copy.txt").write_text("a grey picture\n")
@@ -528,7 +528,6 @@ def _write_film(path: Path, gop: int, *, is_uneven: bool = False) -> None:
 def test_a_film_is_as_many_clips_as_its_table_has_spans(
     tmp_path: Path, gop: int, is_uneven: bool, fps: float | None
 ) -> None:
-    """Every window of a span has the film's frames, in whatever group of pictures they lie."""
     film, out = tmp_path / "film.mp4", tmp_path / "c.parquet"
     _write_film(film, gop, is_uneven=is_uneven)
     (tmp_path / "t.csv").write_text(

@@ -99,7 +99,6 @@ def test_rejected_clips_are_told_apart(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_samples_has_done_the_step_too(tmp_path: Path) -> None:
-    """In a smaller last batch; else the step would not count as done."""
     _launch(tmp_path, 0, [[_step(0, [1, 2])], [_step(0, [])]])
     assert _numbers(tmp_path) == [(0, 1), (0, 2)]
     assert read_ledger(tmp_path / "ledger").end_step == 1
@@ -157,7 +156,6 @@ def test_a_record_of_no_stream_of_the_launch_is_damage(tmp_path: Path) -> None:
 
 
 def test_every_changed_byte_is_found(tmp_path: Path) -> None:
-    """Instead of trainers accused of a repeat, or an audit that counts to a step of billions."""
     path = _launch(tmp_path, 0, [[_step(0, [1]), _step(1, [2])]]) / "rank_0000.bin"
     whole = path.read_bytes()
     for place, bit in itertools.product(range(len(whole)), range(8)):

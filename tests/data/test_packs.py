@@ -103,7 +103,6 @@ def test_embeddings_of_a_bf16_encoder_take_half_and_padding_nothing(tmp_path: Pa
 def test_a_pack_ends_at_its_size_and_an_index_finds_what_all_processes_wrote(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In memory, in an index file, in both; later packs are found by `refresh` or by reading."""
     monkeypatch.setattr(packs, "PACK_BYTES", 1000)
     early = PackIndex(tmp_path)
     _write(tmp_path, range(60))
@@ -180,7 +179,7 @@ def test_a_pack_that_was_cut_off_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_costs_its_entry_only(tmp_path: Path) -> None:
-    """In the pack or in its header; what is left is what was written."""
+    """The bit is in the pack or in its header."""
     _write(tmp_path / "whole", range(3))
     (pack,) = _packs(tmp_path / "whole")
     whole = pack.read_bytes()
@@ -316,7 +315,6 @@ with packs.PackWriter(packs.PackIndex(folder)) as writer:
 def test_two_writers_that_are_killed_leave_whole_packs_only(
     warm: list[str], tmp_path: Path
 ) -> None:
-    """What was in packs is not written again."""
     command = [*warm, "1", "-c", _WRITER, str(tmp_path)]
     writers = [
         subprocess.Popen([*command, first], stdout=subprocess.PIPE, text=True, cwd=_ROOT)

@@ -107,7 +107,6 @@ def test_duplicates_with_another_caption_are_named(tmp_path: Path) -> None:
 
 
 def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> None:
-    """Each is a clip of its own, compared with its file's content; known files stay so."""
     (source := tmp_path / "clips").mkdir()
     captions = {"a": "a red coat", "b": "ohwx style", "c": "a red coat", "d": "dusk", "e": ""}
     build.write_greys(source, captions)

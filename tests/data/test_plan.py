@@ -82,7 +82,6 @@ def test_catalogs_are_mixed_by_weight_and_have_epochs_of_their_own() -> None:
 
 
 def test_repeated_catalogs_are_trained_so_often_and_epochs_stay_exact() -> None:
-    """While one catalog is trained once, the other is trained three times."""
     clips = {"many": catalog_of(range(60)), "few": catalog_of(range(100, 120))}
     data = section(catalogs={name: f"{name}.parquet" for name in clips}, repeats={"few": 3})
     plan = begin(clips, data, batch_size=4, seed=1)
@@ -163,43 +162,48 @@ def test_what_is_open_at_a_step_is_what_was_not_consumed(
             assert len({row for other, row in mine if other == epoch}) == n
 
 
-def test_ramps_that_do_not_fit_are_an_error() -> None:
-    stages = [
-        {"name": "a", "steps": 50},
-        {"name": "b", "steps": 10, "ramp_steps": 12},
-        {"name": "c", "ramp_steps": 10},
-    ]
-    message = r"Stage b has 10 steps, .* half of 12 at its beginning and half of 10 at its end"
+_BOTH = {"a": "a.parquet", "b": "b.parquet"}
+_A, _B, _C = {"name": "a"}, {"name": "b"}, {"name": "c", "ramp_steps": 10}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"stages": [_A | {"steps": 50}, _B | {"steps": 10, "ramp_steps": 12}, _C]},
+            r"Stage b has 10 steps, .* half of 12 at its beginning and half of 10 at its end",
+        ),
+        (
+            {"stages": [_A | {"steps": 2}, _B | {"epochs": 1, "warmup_steps": 9}]},
+            r"Stage b has 3 steps and warmup_steps = 9: its learning",
+        ),
+        (
+            {"stages": [_A | {"steps": 10**6}, _B | {"where": ["num_frames > 100"]}]},
+            "Stage b: none of the catalog's 9 clips",
+        ),
+        (
+            {"catalogs": _BOTH, "stages": [{"name": "one", "epochs": 2}]},
+            r"Stage one mixes the catalogs a, b .* Give the stage steps",
+        ),
+        (
+            {"catalogs": _BOTH, "weights": {"a": 0.0, "b": 0.0}},
+            "Stage all: every catalog has weight 0",
+        ),
+    ],
+    ids=["ramps do not fit", "long warm-up", "no clips", "epochs of two catalogs", "no weight"],
+)
+def test_stages_that_cannot_be_are_refused_before_the_first_step(
+    data: dict[str, Any], message: str
+) -> None:
+    recipe = section(**data)
     with pytest.raises(DataError, match=message):
-        begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
+        begin(dict.fromkeys(recipe.sources(), catalog_of(range(9))), recipe, 4, 0)
 
 
-def test_weights_need_steps_and_a_share() -> None:
+def test_a_stage_of_one_catalog_with_a_weight_may_have_epochs() -> None:
     clips = {"a": catalog_of(range(9)), "b": catalog_of(range(20, 29))}
-    both = {"a": "a.parquet", "b": "b.parquet"}
-    data = section(catalogs=both, stages=[{"name": "one", "epochs": 2}])
-    with pytest.raises(
-        DataError, match=r"Stage one mixes the catalogs a, b .* Give the stage steps"
-    ):
-        begin(clips, data, 4, 0)
-    data = section(catalogs=both, weights={"a": 0.0, "b": 0.0})
-    with pytest.raises(DataError, match="Stage all: every catalog has weight 0"):
-        begin(clips, data, 4, 0)
-    data = section(catalogs=both, weights={"b": 0.0}, stages=[{"name": "one", "epochs": 2}])
+    data = section(catalogs=_BOTH, weights={"b": 0.0}, stages=[{"name": "one", "epochs": 2}])
     assert begin(clips, data, 3, 0).end_step == 6
-
-
-def test_a_warm_up_longer_than_its_stage_is_known_before_the_first_step() -> None:
-    stages = [{"name": "a", "steps": 2}, {"name": "b", "epochs": 1, "warmup_steps": 9}]
-    with pytest.raises(DataError, match=r"Stage b has 3 steps and warmup_steps = 9: its learning"):
-        begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
-
-
-def test_an_empty_stage_is_known_before_the_first_step() -> None:
-    """However late it would begin."""
-    stages = [{"name": "a", "steps": 10**6}, {"name": "b", "where": ["num_frames > 100"]}]
-    with pytest.raises(DataError, match="Stage b: none of the catalog's 9 clips"):
-        begin({"catalog": catalog_of(range(9))}, section(stages=stages), 4, 0)
 
 
 def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:
@@ -216,7 +220,6 @@ def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:
 
 
 def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> None:
-    """Wide clips go to three buckets, square ones to two, each epoch others to each."""
     shapes = [_SQUARE, _WIDE, {"num_frames": 2, "height": 16, "width": 32, "share": 0.25}]
     shapes += [{"num_frames": 1, "height": 8, "width": 8, "share": 0.4, "batch_size": 7}]
     shapes += [{"num_frames": 3, "height": 8, "width": 16, "share": 0.1}]

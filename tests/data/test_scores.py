@@ -265,7 +265,6 @@ def test_a_function_of_ones_own_may_call_a_clip_unreadable(shapes: Catalog) -> N
     ],
 )
 def test_what_cannot_score_is_named(shapes: Catalog, by: str, message: str) -> None:
-    """With the clip that it happened at, and what would be right."""
     with pytest.raises(DataError) as caught:
         score(shapes, by)
     assert not isinstance(caught.value, ClipError)

@@ -17,14 +17,12 @@ from longtake.errors import DataError
 def _header(
     size: int, pax: dict[str, str] | None = None, kind: bytes = tarfile.REGTYPE, name: str = "b.mp4"
 ) -> bytes:
-    """A header that names any size."""
     member = tarfile.TarInfo(name)
     member.size, member.type, member.pax_headers = size, kind, pax or {}
     return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
 
 
 def _many_numbers() -> bytes:
-    """A tar whose one sample has 2,000 numbers."""
     text = json.dumps({f"number{index}": index for index in range(2000)}).encode()
     padding = bytes(-len(text) % 512)
     return (
@@ -73,7 +71,6 @@ def test_two_captions_for_one_file_are_refused(folder: Path) -> None:
 
 
 def test_members_with_one_key_are_one_sample(tmp_path: Path) -> None:
-    """Captions come from .txt, else .json; offsets are where the bytes really lie."""
     members: dict[str, bytes | str] = {
         "./d/0.1/a.mp4": b"A" * 700,
         "./d/0.1/a.txt": "\ufefftext of a\n",

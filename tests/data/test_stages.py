@@ -91,7 +91,6 @@ def test_what_is_left_out_is_counted_by_the_first_reason(clips: Catalog) -> None
 
 
 def test_clips_that_are_too_short_for_the_stages_buckets_are_counted(clips: Catalog) -> None:
-    """A stage's own buckets stand instead of the recipe's."""
     stage = Stage.model_validate(
         {"name": "long", "buckets": [{"num_frames": 20, "height": 16, "width": 16}]}
     )
@@ -239,7 +238,6 @@ _weights = st.lists(
 @settings(max_examples=80, deadline=None)
 @given(weights=_weights, length=st.integers(1, 80))
 def test_sources_are_mixed_by_weight_at_every_prefix(weights: list[float], length: int) -> None:
-    """Never two batches off its weight; each source's batches in order; none of weight 0."""
     counts: Counter[int] = Counter()
     for index in range(length):
         source, number = mixed(index, weights)

@@ -87,7 +87,7 @@ def remote_catalog(server: str, folder: Path, tmp_path_factory: pytest.TempPathF
 def proxy(
     server: str, remote_catalog: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[store.Proxy]:
-    """Before the server that has the clips of `remote_catalog`."""
+    """A proxy before the server that has the clips of `remote_catalog`."""
     with store.Proxy(int(server.rpartition(":")[2])) as proxy:
         store.use(monkeypatch, proxy.address)
         yield proxy
@@ -140,7 +140,6 @@ def test_unchanged_objects_are_not_read_again(proxy: store.Proxy, tmp_path: Path
 def test_a_table_names_objects(
     proxy: store.Proxy, server: str, local_catalog: Path, tmp_path: Path
 ) -> None:
-    """By URLs, also of plain HTTP, in a local table; relative to itself in a table of the store."""
     lines = [f"s3://{_BUCKET}/set/0.mp4,zero,0.5", f"{server}/{_BUCKET}/set/1.mp4,one,0.25"]
     table = tmp_path / "t.csv"
     table.write_text("\n".join(["path,caption,score", *lines]))
@@ -179,7 +178,6 @@ def test_batches_equal_those_of_local_files(
 def test_further_inputs_are_those_of_local_files(
     server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the clips, by a column of a table, and by one path for all; a lost one is named."""
     rng, rows = np.random.default_rng(0), ["file_name,mask,text"]
     for name in ("clips", "pose", "speed"):
         (tmp_path / "set" / name).mkdir(parents=True)
@@ -226,7 +224,6 @@ def test_further_inputs_are_those_of_local_files(
 def test_batches_are_the_same_while_the_store_fails(
     proxy: store.Proxy, local_catalog: Path, remote_catalog: Path
 ) -> None:
-    """Answers are cut short, refused, withheld and slow, in turn; every other one is whole."""
     modes: list[store.Mode] = ["cut", "open", "gone", "open", "silent", "open", "slow", "open"]
     proxy.on_connection = lambda number: modes[number % len(modes)]
     found = _batches(remote_catalog, workers=2, store=_QUICK)
@@ -250,7 +247,6 @@ def test_spans_of_films_are_those_of_local_films(
 def test_what_has_come_is_not_asked_for_again(
     proxy: store.Proxy, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first answer is cut short, and every fifth connection after it."""
     monkeypatch.setattr(stores, "_RANGE_BYTES", 2**16)
     content = os.urandom(2**20)
     store.put(server, _BUCKET, {"large.bin": content})
@@ -301,7 +297,6 @@ def test_a_clip_that_cannot_be_had_says_why(
 def test_an_object_that_a_living_store_does_not_give_is_rejected_alone(
     remote_catalog: Path, proxy: store.Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another object is asked for, also by a process that has read none."""
     bad, *others = [clip.media for clip in Catalog.load(remote_catalog).clips()]
     get = stores._get
 
@@ -334,7 +329,6 @@ def test_an_outage_ends_the_run_with_the_stores_name_and_rejects_no_clip(
 
 
 def test_a_server_that_leads_elsewhere_is_refused_at_once() -> None:
-    """In a circle, or into this network; and what it sends is not read beyond the range."""
     asked = list[str]()
 
     class Leading(BaseHTTPRequestHandler):
@@ -467,7 +461,6 @@ def test_the_cache_keeps_what_was_used_last_within_its_size(tmp_path: Path) -> N
 
 
 def test_a_cache_of_clips_leaves_files_of_others_alone(tmp_path: Path) -> None:
-    """Of a folder without its mark, behind a link, and with names that it does not make."""
     folder, thesis = tmp_path / "cache", tmp_path / "thesis.tex"
     thesis.write_text("mine")
     folder.mkdir()
@@ -492,7 +485,6 @@ def test_a_cache_of_clips_leaves_files_of_others_alone(tmp_path: Path) -> None:
 
 
 def test_many_fill_the_cache_at_once(tmp_path: Path) -> None:
-    """Whoever opens a clip has all of it, also if it is deleted meanwhile."""
     sizes = [100 + number for number in range(12)]
 
     def use(number: int) -> bool:

@@ -68,7 +68,6 @@ def test_a_late_row_decides_what_a_column_holds(folder: Path, suffix: str) -> No
 
 @pytest.mark.parametrize("suffix", [".txt", ".csv", ".jsonl"])
 def test_missing_files_are_counted_and_shown(folder: Path, suffix: str) -> None:
-    """A list that names what is not there is refused as a whole, never shortened."""
     names = ["a.mp4", *(f"gone{number}.mp4" for number in range(7))]
     listing = folder / f"list{suffix}"
     if suffix == ".txt":
@@ -177,7 +176,6 @@ def test_a_list_of_captions_beside_a_list_of_videos(folder: Path) -> None:
 
 
 def test_media_inside_a_table_are_refused(folder: Path) -> None:
-    """A column of bytes instead of paths is named with what to do."""
     rows = [{"image": {"bytes": b"x", "path": None}}]
     pq.write_table(pa.Table.from_pylist(rows), folder / "t.parquet")
     with pytest.raises(DataError, match=r"column 'image' holds struct.*Media inside a table"):
@@ -185,7 +183,6 @@ def test_media_inside_a_table_are_refused(folder: Path) -> None:
 
 
 def test_media_inside_a_hugging_face_table_are_written_once(tmp_path: Path) -> None:
-    """Whatever the table calls them, the content decides the ending."""
     (tmp_path / "there.png").write_bytes(_PNG.getvalue())
     values: list[dict[str, Any]] = [
         {"bytes": _PNG.getvalue(), "path": "cat.jpg"},

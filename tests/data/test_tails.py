@@ -40,7 +40,7 @@ def test_equal_samples_raise_a_false_alarm_once_in_a_thousand(name: str, limit: 
 def test_the_hardest_ten_thousandth_is_found_if_it_is_far_harder(
     name: str, far: float, sizes: tuple[int, int]
 ) -> None:
-    """Of a chunk of 10,000 that is one clip, which ranks alone could not judge."""
+    """A chunk of 10,000 may have one such clip, which ranks alone cannot judge."""
     rng = np.random.default_rng(5)
     before, after = (_DISTRIBUTIONS[name](rng, size) for size in sizes)
     count = sizes[1] // 10_000

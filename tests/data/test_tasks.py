@@ -78,7 +78,6 @@ def test_a_clips_error_is_the_same_in_another_process(shapes: Catalog, tmp_path:
 
 
 def test_batches_grow_to_some_seconds_of_work() -> None:
-    """By doubling, and never beyond a thousand; long items go alone."""
     assert _sizes(ItemBatches(range(10_000)), 6, 0.5) == [1, 2, 4, 8, 16, 20]
     assert _sizes(ItemBatches(range(10_000)), 3, 60.0) == [1, 1, 1]
     assert _sizes(ItemBatches(range(10_000)), 12, 0.0)[-2:] == [1000, 1000]
@@ -116,7 +115,6 @@ def test_without_ray_it_is_said_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 def test_a_cluster_that_cannot_be_reached_is_named(
     named: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, though Ray itself would try for half a minute."""
     pytest.importorskip("ray", reason="Ray is not installed: pip install 'longtake[ray]'")
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

@@ -23,19 +23,14 @@ from longtake.data.buckets import frame_count, frame_counts, sample_window, star
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import Probe, decoded, opened, probe
 from longtake.data.encode import write_video
-from longtake.data.window import (
-    Crop,
-    Window,
-    crop,
-    read_window,
-)
+from longtake.data.window import Crop, Window, crop, read_window
 from longtake.errors import ClipError
 
 _ACCURATE = Interpolation.BICUBIC | Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 
 
 def _window(media: Media, probed: Probe, start: int, num_frames: int, stride: int = 1) -> Window:
-    """Of whole frames in their own size."""
+    """A window of whole frames in their own size."""
     clip = Clip(media=media, caption="", **probed.clip_fields)
     frames = range(start, start + num_frames * stride, stride)
     whole = Crop(clip.height, clip.width, 0, 0)
@@ -47,7 +42,7 @@ def _scaled(window: Window, height: int, width: int) -> Window:
 
 
 def _counted(window: Window) -> Window:
-    """The same without timestamps: decoded from the first frame on, and counted."""
+    """The same window without timestamps: decoded from the first frame on, and counted."""
     return replace(window, timestamps=(), seek_to=None)
 
 

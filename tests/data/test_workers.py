@@ -79,7 +79,6 @@ def _results(futures: list[Future[Pixels]]) -> list[Pixels]:
 
 
 def _assert_read(pool: DecodePool, windows: list[Window]) -> None:
-    """All of them are what reading them here gives."""
     found = _results([pool.submit(window) for window in windows])
     for pixels, window in zip(found, windows, strict=True):
         np.testing.assert_array_equal(pixels, read_window(window))
@@ -159,7 +158,6 @@ def test_a_clip_that_fails_once_is_read(windows: list[Window], tmp_path: Path) -
 def test_a_decoder_that_hangs_is_dumped_killed_and_replaced(
     pool: DecodePool, windows: list[Window], pipe: Window
 ) -> None:
-    """Its window fails after the second time, with the place; the others never notice."""
     begun = time.monotonic()
     future = pool.submit(pipe)
     _assert_read(pool, windows)
