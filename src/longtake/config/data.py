@@ -166,7 +166,7 @@ class ConditioningSection(Section):
 def _check_conditioning(
     sections: dict[str, ConditioningSection],
 ) -> dict[str, ConditioningSection]:
-    """Raise ValueError for a name that no tensor of a model can have, or keys of another kind."""
+    """Raise ValueError for inputs whose name no tensor can have, or with another kind's keys."""
     for name, section in sections.items():
         # A model gets an encoded input as `<name>_latents`, and text encoders return `..._embeds`:
         # an input with such a name would replace one of them.

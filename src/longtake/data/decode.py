@@ -496,7 +496,7 @@ def _seconds(frame: VideoFrame, ticks: int | None) -> float | None:
 
 
 def _declared_end(container: InputContainer, stream: VideoStream, start: float) -> float | None:
-    """Return when the last frame should end, in seconds; None if the file does not declare it.
+    """Return the seconds at which a video's last frame should end; None if not declared.
 
     Streams of mp4, mov and avi declare a length. Matroska has only the length of the whole file
     and, as a tag, the time at which each track ends.

@@ -222,7 +222,7 @@ def _reply(
 def _read_twice(
     wanted: Wanted, out: NDArray[np.uint8], client: stores.StoreClient
 ) -> NDArray[np.uint8]:
-    """Read a window of a clip or an input of it; try a second time if that fails."""
+    """Read a clip's window or a conditioning input; try a second time if that fails."""
     assert client.memory_gib is not None
     with pixels_limited(client.memory_gib), stores.using(client):
         try:

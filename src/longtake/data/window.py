@@ -46,7 +46,7 @@ class Size(Protocol):
 
 
 class FrameSpan(Protocol):
-    """Interface of all that specifies frames to read: windows of clips, and inputs of them."""
+    """Interface of all that specifies frames to read: clips' windows, conditioning inputs."""
 
     @property
     def start(self) -> int: ...

@@ -74,7 +74,7 @@ class Task(ABC, Generic[Item, Result]):
 
     @abstractmethod
     def do(self, item: Item, progress: Callable[[], object]) -> Result:
-        """Return the result of an item; call `progress` often, or the process counts as hung."""
+        """Do the work for an item; call `progress` often, or the process counts as hung."""
 
     @abstractmethod
     def lost(self, item: Item, reason: str) -> Result:

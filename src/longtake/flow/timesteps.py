@@ -73,7 +73,7 @@ def range_share(
     sigma_range: tuple[float, float],
     uniform_share: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the shares of a distribution below a range and within it (see `sample_sigmas`).
+    """Return the shares of a distribution of sigmas that are below a range and within it.
 
     Raises:
         RecipeError: less than a millionth lies in it.

@@ -554,9 +554,9 @@ class _SpikeLimit(NamedTuple):
 
 _LOSS_LIMIT = _SpikeLimit(6.0, 2.0)
 _GRAD_NORM_LIMIT = _SpikeLimit(7.0, 5.0)
-"""Limit for gradient norms, which have a heavier tail than losses, and are clipped."""
+"""Limit of spikes of gradient norms, which are clipped, with a heavier tail than losses."""
 _RARE_LIMIT = _SpikeLimit(6.0, 1000.0)
-"""Limit for shapes and noise levels that are too rare to have a usual value. Near sigma = 0 a model
+"""Limit of spikes of the loss at rare clip shapes and noise levels. Near sigma = 0 a model
 that predicts the clip has a hundred times its usual loss without any defect."""
 
 

@@ -39,7 +39,7 @@ class TransformerCall(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DiffusersBlocks(BlockContract):
-    """Block contract for the layout of blocks that most transformers of diffusers share."""
+    """Description of blocks in the layout that most transformers of diffusers share."""
 
     lists: tuple[str, ...] = ("transformer_blocks",)
     """Names of the transformer's attributes that list its repeated blocks, in running order."""

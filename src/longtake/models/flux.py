@@ -25,7 +25,7 @@ _PACK = 2  # latent rows and columns of one token
 
 
 class FluxText(TextContract):
-    """Text contract of FLUX: T5's embeddings, padding included, and one vector of CLIP."""
+    """How FLUX encodes text: T5's embeddings, padding included, and one vector of CLIP."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]

@@ -31,7 +31,7 @@ _COMFYUI = (
 
 
 class Flux2Text(TextContract):
-    """Text contract of FLUX.2: three hidden layers of a decoder; padding is attended to."""
+    """How FLUX.2 encodes text: three hidden layers of a decoder; padding is attended to."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -45,7 +45,7 @@ class Flux2Text(TextContract):
 
 
 class Flux2Blocks(DiffusersBlocks):
-    """Block contract of FLUX.2: joint blocks, then single ones with the text's tokens first."""
+    """The blocks of FLUX.2: joint blocks, then single ones with the text's tokens first."""
 
     def arguments_of(self, block: nn.Module) -> Mapping[str, str]:
         if _is_single(block):

@@ -30,7 +30,7 @@ _PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0
 
 
 class HunyuanText(TextContract):
-    """Text contract of HunyuanVideo 1.5: a Qwen2.5-VL, and a ByT5 for the words in quotes."""
+    """How HunyuanVideo 1.5 encodes text: by a Qwen2.5-VL, and a ByT5 for the words in quotes."""
 
     def prepare(self, parts: Mapping[str, Any]) -> Mapping[str, Any]:
         return {**parts, "vae": _SizesOfAutoencoder()}
@@ -60,7 +60,7 @@ class HunyuanText(TextContract):
 
 
 class HunyuanInputs(base.InputContract):
-    """Input contract of HunyuanVideo 1.5: a first frame with its SigLIP embeddings, or nothing."""
+    """The inputs of HunyuanVideo 1.5 beyond text: a first frame with SigLIP's embeddings."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         needed = ("first",) if _takes_first(releases.read_release(section)) else ()
@@ -88,7 +88,7 @@ class HunyuanInputs(base.InputContract):
 
 
 class HunyuanBlocks(DiffusersBlocks):
-    """Block contract of HunyuanVideo 1.5; from text alone, the picture embedder is untrained."""
+    """The blocks of HunyuanVideo 1.5; from text alone, the picture embedder is not trained."""
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:
         names = super().untrained_parameters(model)

@@ -27,7 +27,7 @@ _I2V = "LTX2ImageToVideoPipeline"
 
 
 class LTX2Text(TextContract):
-    """Text contract of LTX-2: all hidden layers of a Gemma 3, joined by the connectors."""
+    """How LTX-2 encodes text: all hidden layers of a Gemma 3, joined by its connectors."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -58,7 +58,7 @@ class LTX2Text(TextContract):
 
 
 class LTX2Inputs(base.InputContract):
-    """Input contract of LTX-2: a first frame, which image-to-video releases require."""
+    """The inputs of LTX-2 beyond text: a first frame, which image-to-video releases require."""
 
     def names(self, section: ModelSection) -> tuple[tuple[str, ...], tuple[str, ...]]:
         named = releases.read_release(section).pipeline.get("_class_name")

@@ -27,7 +27,7 @@ _EDITS = {"zero_cond_t": "Qwen-Image-Edit-2511's, which edits a picture (qwen_im
 
 
 class QwenText(TextContract):
-    """Text contract of Qwen-Image: a Qwen2.5-VL's embeddings of a templated caption, unpadded."""
+    """How Qwen-Image encodes text: a Qwen2.5-VL's embeddings of a templated caption, unpadded."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]

@@ -30,7 +30,7 @@ _SMALL_AREA = 384 * 384
 
 @dataclass(frozen=True)
 class EditText(qwen_image.QwenText):
-    """Text contract of a Qwen2.5-VL that reads one caption at a time, after its references."""
+    """How a Qwen2.5-VL encodes one caption at a time, after the caption's reference pictures."""
 
     seen_area: int = _AREA
     """Pixels of a reference image after it is resized for the text encoder."""
@@ -79,7 +79,7 @@ class EditText(qwen_image.QwenText):
 
 
 class EditInputs(base.InputContract):
-    """Input contract of Qwen-Image-Edit: references are resized to about 1024 x 1024 pixels."""
+    """The picture inputs of Qwen-Image-Edit: references, resized to about 1024 x 1024 pixels."""
 
     def size(self, bucket: Bucket) -> tuple[int, int]:
         return _resized_size((bucket.height, bucket.width), _AREA)

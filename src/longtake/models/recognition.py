@@ -25,7 +25,7 @@ def _always(_: Facts) -> bool:
 
 
 def _takes_more(facts: Facts) -> bool:
-    """Return True if the transformer takes more channels than it returns: a picture or mask."""
+    """Return True if a transformer takes more channels than it returns, as for a picture."""
     # FLUX's out_channels is None where it equals in_channels.
     return int(facts.get("in_channels") or 0) > int(facts.get("out_channels") or 10**9)
 

@@ -197,7 +197,7 @@ class _Encoder:
         return _unknown_words(tokenizer, caption)
 
     def save(self, folder: Path) -> None:
-        """Write module and tokenizer in a pipeline's layout, unless they are pretrained."""
+        """Save the encoder and its tokenizer to a pipeline's folder, unless pretrained."""
         if not self._is_pretrained:
             assert self.tokenizer is not None, "an outline has no weights to save"
             with pretrained.quiet(self.module):

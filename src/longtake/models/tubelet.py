@@ -25,7 +25,7 @@ _TUBE = (8, 4, 4)  # frames, rows and columns, unless the recipe says otherwise
 
 
 class TubeletBlocks(BlockContract):
-    """Block contract of tubelet: the caption's block, then the blocks of all tokens."""
+    """The blocks of tubelet: one for the caption's tokens, then those for all tokens."""
 
     def of(self, model: Any) -> Sequence[nn.Module]:
         return [model.caption_block, *model.blocks]

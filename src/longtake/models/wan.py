@@ -29,7 +29,7 @@ _MASK_CHANNELS = 4  # frames of pixels that one of latents stands for
 
 @dataclass(frozen=True)
 class WanInputs(base.InputContract):
-    """Input contract of Wan: one or several first frames of the video, and a last one."""
+    """The inputs of Wan beyond text: one or several first frames of the video, and a last one."""
 
     def further_channels(self, section: ModelSection) -> int:
         config = releases.read_release(section).config
@@ -93,7 +93,7 @@ class WanInputs(base.InputContract):
 
 
 class WanBlocks(DiffusersBlocks):
-    """Block contract of Wan, whose patch is an argument of the transformer."""
+    """The blocks of Wan's transformer, one of whose arguments is the patch."""
 
     def num_tokens(self, model: Any, shape: base.LatentShape) -> int:
         patch: tuple[int, ...] = model.config.patch_size

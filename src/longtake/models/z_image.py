@@ -22,7 +22,7 @@ _STEP = 32  # tokens: the transformer pads text and image to a multiple of it, b
 
 
 class ZImageText(TextContract):
-    """Text contract of Z-Image: the second-to-last hidden layer of a Qwen3, without padding."""
+    """How Z-Image encodes text: the second-to-last hidden layer of a Qwen3, without padding."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class ZImageText(TextContract):
 
 
 class ZImageBlocks(DiffusersBlocks):
-    """Block contract of Z-Image, whose config has `n_heads` and `dim`."""
+    """The blocks of Z-Image's transformer, whose config has `n_heads` and `dim`."""
 
     def num_heads(self, model: Any) -> int:
         return int(model.config.n_heads)

@@ -40,7 +40,7 @@ class AttentionCase(NamedTuple):
 
 
 class Trials(NamedTuple):
-    """The program's input: cases of attention to try on a device."""
+    """The program's input: the attention calls (cases) of a model to try on a device."""
 
     device: str
     cases: tuple[AttentionCase, ...]
@@ -81,7 +81,7 @@ def case_of(
 
 
 def make_inputs(case: AttentionCase, device: str) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """Make query, key and value, a mask, and the gradient [B, T, H, D] of the output."""
+    """Make a case's query, key, value and mask, and the gradient [B, T, H, D] of the output."""
     generator = torch.Generator().manual_seed(0)
     dtype = getattr(torch, case.kind.dtype)
 

@@ -83,7 +83,7 @@ class TokenSharing:
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
 
     def gather(self, part: Tensor, dim: int) -> Tensor:
-        """Gather the last row of tokens, of which each rank has a part, along a dimension."""
+        """Gather from all ranks the parts of the row of tokens that was cut last, along `dim`."""
         counts, mine = self._rows[-1], part.movedim(dim, 0)
         # An all-gather by all-to-all, so that its derivative sums the gradients of all ranks.
         for_each = mine.expand(self.size, *mine.shape).flatten(0, 1)

@@ -125,7 +125,7 @@ class Forecast:
 
     @property
     def pinned_host_bytes(self) -> int:
-        """Page-locked host memory of a rank, in bytes, under `best_or_least`."""
+        """Page-locked host bytes of a rank, under the best (or least demanding) policy."""
         row = self.best_or_least
         return 0 if row is None else row.host_bytes
 

@@ -30,7 +30,7 @@ _aten = torch.ops.aten
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Let operations on fake CPU tensors save what CUDA's kernels save, inside the block.
+    """Let operations on fake CPU tensors save what CUDA's kernels save, inside the context.
 
     It replaces functions of torch.nn.functional: a function mode would be off when a block is
     recomputed in the backward pass.

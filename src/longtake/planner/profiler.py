@@ -94,7 +94,7 @@ def take_peak(device: torch.device) -> int | None:
 
 @contextmanager
 def measured(device: torch.device) -> Iterator[MeasuredMemory]:
-    """Measure the memory of tensors on `device` while the block runs.
+    """Measure the memory of tensors on `device` inside the context.
 
     On a CPU, torch's profiler watches its allocator for all threads; it slows small operations
     down, and no other profiler may run meanwhile. Memory that libraries allocate themselves, such

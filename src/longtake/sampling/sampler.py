@@ -374,7 +374,7 @@ class Sampler:
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
     ) -> solver.Velocity:
-        """Return the function to the guided velocity, by the transformer of each sigma."""
+        """Return a function that predicts the guided velocity by the transformer for each sigma."""
         experts = self.components.experts
         if experts is None:
             return guide.velocity(part, two_passes=two_passes)

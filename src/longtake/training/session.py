@@ -20,7 +20,7 @@ from longtake.training.inputs import InputQueue
 
 @dataclass(frozen=True)
 class Session:
-    """One launch of a run on one rank; immutable."""
+    """A launch of a run on one rank: recipe, directory, ranks and settings; immutable."""
 
     recipe: Recipe
     run: RunDirectory
