@@ -495,7 +495,7 @@ def needed_steps(run: RunDirectory) -> set[int]:
 def unneeded_steps(
     steps: Collection[int], *, keep: int, keep_every: int | None, needed: Iterable[int], reach: int
 ) -> list[int]:
-    """Return the steps whose checkpoints the recipe no longer keeps, ascending.
+    """Return the steps whose checkpoints may be deleted, ascending.
 
     Args:
         steps: steps of all whole checkpoints.

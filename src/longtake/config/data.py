@@ -81,7 +81,7 @@ class Stage(Section):
     buckets: Annotated[tuple[Bucket, ...], FromList] | None = Field(None, min_length=1)
     """The stage's buckets, instead of `data.buckets`."""
     weights: dict[str, Annotated[float, Field(ge=0, le=1e9)]] | None = None
-    """The stage's weights of catalogs, instead of `data.weights`."""
+    """Relative share of the stage's batches by catalog name, instead of `data.weights`."""
     epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
     steps: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Length of the stage, in epochs or in steps. The last stage needs neither; then it lasts to
@@ -96,8 +96,8 @@ class Stage(Section):
     warmup_steps: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Steps at the stage's beginning in which the learning rate rises to its value."""
     ema_decay: float | None = Field(None, gt=0, lt=1)
-    """Decay of the average from the stage's first step on (with a ramp: from its middle on),
-    instead of `ema.decay`."""
+    """Decay of the running average of the weights (EMA) from the stage's first step on (with a
+    ramp: from its middle on), instead of `ema.decay`."""
     global_batch_size: int | None = Field(None, gt=0, le=MAX_BATCH)
     """Number of clips in every batch of the stage, instead of `training.global_batch_size`."""
     shift: Shift | None = None
@@ -122,10 +122,10 @@ class ConditioningSection(Section):
     """A further input of each clip: its source, and the form in which the model gets it."""
 
     kind: Literal["picture", "video", "mask", "numbers"]
-    """`picture`: one per clip (of a video file, the first frame). `video`: one frame per frame of
-    the clip. `mask`: a video or one picture, from black (0) to white (1). `numbers`: a JSON, CSV or
-    npy file, such as a camera path. Videos and masks are cut, mirrored and strided like the
-    clip."""
+    """Kind of the input. `picture`: one per clip (of a video file, the first frame). `video`: one
+    frame per frame of the clip. `mask`: a video or one picture, from black (0) to white (1).
+    `numbers`: a JSON, CSV or npy file, such as a camera path. Videos and masks are cut, mirrored
+    and strided like the clip."""
     path: str | None = None
     """Path of the input's file, relative to the clip's folder, such as "../pose/{stem}.png", where
     `{stem}` stands for the clip's file name without its suffix. `{stem}.*` accepts any suffix."""
@@ -149,7 +149,7 @@ class ConditioningSection(Section):
     rows of the frames that it is trained on."""
 
     def num_frames(self, bucket: "Bucket") -> int:
-        """Return the number of the input's frames for a clip of a bucket; 1 for a picture."""
+        """Return the number of frames of this input for a clip of a bucket; 1 for a picture."""
         return 1 if self.kind == "picture" else self.frames or bucket.num_frames
 
     @property
@@ -159,7 +159,7 @@ class ConditioningSection(Section):
 
     @property
     def is_encoded(self) -> bool:
-        """True if the codec encodes the input to latents."""
+        """True if the codec encodes this conditioning input to latents."""
         return self.kind in ("picture", "video") and self.encode is not False
 
 

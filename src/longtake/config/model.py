@@ -34,9 +34,9 @@ class ModelSection(Section):
     """The transformer: its family, the release to start from, and the precision of its weights."""
 
     family: str
-    """`wan`, `ltx2`, `hunyuan_video15`, `flux`, `flux_kontext`, `flux2`, `qwen_image`,
-    `qwen_image_edit`, `qwen_image_edit_plus`, `z_image`, `tubelet`, or your own Family, as
-    `package.module:Class`."""
+    """Family (architecture) of the model: `wan`, `ltx2`, `hunyuan_video15`, `flux`, `flux_kontext`,
+    `flux2`, `qwen_image`, `qwen_image_edit`, `qwen_image_edit_plus`, `z_image`, `tubelet`, or
+    your own Family, as `package.module:Class`."""
     pretrained: str | None = None
     """A diffusers folder or repository id to start from; without it, random weights."""
     transformer_class: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
@@ -110,9 +110,9 @@ class TrainableSection(Section):
     """The parts of the model that are trained."""
 
     kind: Literal["full", "lora", "dora", "lokr", "frozen"] | None = None
-    """`full`: all weights; `lora`: low-rank updates of the targets; `dora`: LoRA and a trained
-    length of each row; `lokr`: updates that are Kronecker products; `frozen`: only the added
-    modules. Unset: `frozen` if there are modules, else `full`."""
+    """Weights that are trained. `full`: all; `lora`: low-rank updates of the targets; `dora`: LoRA
+    and a trained length of each row; `lokr`: updates that are Kronecker products; `frozen`: only
+    the added modules. Unset: `frozen` if there are modules, else `full`."""
     targets: Annotated[tuple[str, ...], FromList] | None = Field(None, min_length=1)
     """Linear layers that get an adapter: last parts of their names, or patterns such as
     `transformer_blocks.*.attn.to_q` or `blocks.[0-5].*`. Unset: the family's attention
@@ -180,7 +180,8 @@ class TextSection(Section):
     """The text encoders, which convert captions to the transformer's conditioning."""
 
     kind: Literal["words", "transformers"] = "words"
-    """`words`: word ids, whose embeddings the model learns; `transformers`: a frozen encoder."""
+    """Kind of text encoder. `words`: word ids, whose embeddings the model learns; `transformers`: a
+    frozen encoder."""
     pretrained: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     max_tokens: int | None = Field(None, gt=0, le=2**16)

@@ -25,8 +25,8 @@ class SamplingSection(Section):
     """Default settings for sampling videos; commands and presets can replace them."""
 
     solver: Literal["euler", "heun", "unipc"] = "euler"
-    """`unipc`: second-order solver of Wan's releases, with one velocity per step; `heun`:
-    second-order with two velocities per step; `euler`: first-order."""
+    """Solver of sampling. `unipc`: second-order solver of Wan's releases, with one velocity per
+    step; `heun`: second-order with two velocities per step; `euler`: first-order."""
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     """Number of solver steps. Unset: the default of the pretrained model's family."""
     guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
@@ -97,8 +97,8 @@ class PresetSection(Section):
     batch_size: int | None = Field(None, gt=0, le=MAX_BATCH)
     """Number of videos sampled at the same time; it does not change them. Unset: 4."""
     decoding: Literal["auto", "whole", "tiles"] | None = None
-    """`tiles`: decode in overlapping tiles, whose seams can be visible; `whole`: at once; `auto`
-    (unset): in tiles only if there is not enough memory."""
+    """Decoding of the videos. `tiles`: in overlapping tiles, whose seams can be visible; `whole`:
+    at once; `auto` (unset): in tiles only if there is not enough memory."""
     measures: Annotated[tuple[str, ...], FromList] | None = None
     """Further measures, each a class as module:Class. Unset: none; an empty list also switches off
     those of the preset of the same name that comes with longtake. See

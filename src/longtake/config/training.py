@@ -25,8 +25,8 @@ class RecomputeSection(Section):
     policy: Literal[
         "auto", "none", "all", "all-but-first", "alternate", "save-attention", "best"
     ] = "auto"
-    """`best`: the fastest mixture of policies that fits `memory`; `auto`: `best` on a GPU or if
-    `memory` is set, else `none`."""
+    """Recompute policy. `best`: the fastest mixture of policies that fits `memory`; `auto`: `best`
+    on a GPU or if `memory` is set, else `none`."""
     memory: Annotated[str | None, BeforeValidator(check_memory)] = None
     """Memory of the GPU, such as "48GiB" or "48GB". Unset: the free memory when training starts,
     the minimum over all ranks."""
@@ -95,10 +95,10 @@ class OptimizerSection(Section):
     """The optimizer, its learning-rate schedule and gradient clipping."""
 
     kind: str = Field("adamw", pattern=r"^(adamw|muon|adamw8bit|prodigy|[\w.]+:\w+)$")
-    """`adamw`; `muon` trains the blocks' matrices with Muon and all other weights with AdamW;
-    `adamw8bit` keeps its states in 8 bits (torchao has to be installed); `prodigy` finds the
-    learning rate itself; or a torch.optim.Optimizer of your own, such as "my_project.optim:Lion",
-    which needs fp32 weights."""
+    """Kind of optimizer: `adamw`; `muon` trains the blocks' matrices with Muon and all other
+    weights with AdamW; `adamw8bit` keeps its states in 8 bits (torchao has to be installed);
+    `prodigy` finds the learning rate itself; or a torch.optim.Optimizer of your own, such as
+    "my_project.optim:Lion", which needs fp32 weights."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of your own optimizer's class. It also gets `lr` and, if it takes them,
     `betas` and `weight_decay` from the keys of this section."""
@@ -197,11 +197,11 @@ class EmaSection(Section):
     """Running averages of the weights, kept in fp32; videos are sampled from one of them."""
 
     decay: float = Field(0.999, ge=0, lt=1)
-    """Decay of the only average, called `main`, if no profiles are given. 0: no average; videos
-    are sampled from the raw weights."""
+    """Decay of the only running average, called `main`, if no profiles are given. 0: no average;
+    videos are sampled from the raw weights."""
     profiles: Annotated[tuple[EmaProfile, ...], FromList] = ()
-    """Several averages, which replace `main`. The first is sampled and exported unless the command
-    or the preset names another."""
+    """Several running averages of the weights, which replace `main`. The first is sampled and
+    exported unless the command or the preset names another."""
 
     @model_validator(mode="after")
     def _names_are_known(self) -> Self:
@@ -222,8 +222,9 @@ class GuardSection(Section):
     """Detection of divergence, and the reaction to it."""
 
     mode: Literal["act", "report", "off"] = "act"
-    """`act`: skip updates and roll back; `report`: report and continue; `off`: check only for NaN
-    and inf. With `report` and `off`, a loss or gradient of NaN or inf stops the run."""
+    """Reaction to a divergence. `act`: skip updates and roll back; `report`: report and continue;
+    `off`: check only for NaN and inf. With `report` and `off`, a loss or gradient of NaN or inf
+    stops the run."""
     window: int = Field(128, ge=32, le=100_000)
     """Number of earlier steps with which the guard compares a new one; for quantities that change
     slowly, four times as many."""
@@ -245,8 +246,9 @@ class WatchSection(Section):
 
     enabled: bool = True
     action: Literal["report", "restart-worker", "kill"] = "report"
-    """`restart-worker`: kill a decode worker that hangs; its clip is read again, and the run
-    continues. `kill`: also kill a rank that hangs; torchrun then restarts all ranks."""
+    """Reaction to a hang. `restart-worker`: kill a decode worker that hangs; its clip is read
+    again, and the run continues. `kill`: also kill a rank that hangs; torchrun then restarts all
+    ranks."""
     min_seconds: float = Field(6.0, gt=0, le=MAX_SECONDS)
     """A phase of a process's work (data, forward, save ...) is a stall if it lasts at least this
     long, and at least 5 times its longest duration in this launch."""
@@ -321,7 +323,8 @@ class TrackingSection(Section):
 
     tensorboard: bool = True
     wandb: Literal["off", "offline", "online"] = "off"
-    """`offline` writes to the folder `wandb` of the run directory, for `wandb sync`."""
+    """Tracking by W&B: `offline` writes to the folder `wandb` of the run directory, for `wandb
+    sync`."""
     project: str = Field("longtake", min_length=1)
     """Project in W&B. The entity is taken from WANDB_ENTITY, and the run's name from WANDB_NAME
     (unset: the name of the run directory)."""

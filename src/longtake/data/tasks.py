@@ -409,7 +409,7 @@ class _RayRun(Generic[Item, Result]):
             self._starting[actor.handle.begin.remote(self._setup, self._versions)] = actor
 
     def _look_at_nodes(self) -> None:
-        """Choose the cores and GPUs of a Ray actor, and count the actors that the cluster fits."""
+        """Choose the cores and GPUs of a Ray actor; count the actors that fit the cluster now."""
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         cores, gpus = ([int(node.get(name, 0)) for node in nodes] for name in ("CPU", "GPU"))
         num_gpus = int(self._task.uses_gpu and any(gpus))

@@ -33,8 +33,8 @@ class TransformerCall(NamedTuple):
     inputs: dict[str, Any]
     """Keyword arguments of the transformer's `forward`."""
     read: Callable[[Any], Tensor]
-    """Function from the first value that `forward` returns to [B, C, F, H, W], in the model's sign.
-    """
+    """Function that turns the first value that `forward` returns into the prediction [B, C, F, H,
+    W], in the model's sign."""
 
 
 @dataclass(frozen=True, kw_only=True)
