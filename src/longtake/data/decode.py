@@ -609,7 +609,7 @@ def name_error(media: Media) -> ClipError | None:
 
 @dataclass(frozen=True)
 class ProbeTask(Task[Item, tuple[Probe | ClipError, bool]]):
-    """Task of a worker process: probes one file by decoding it.
+    """Task of a worker process: finds the properties of one file.
 
     Returns its properties or an error, and True if a retry is useless.
     """

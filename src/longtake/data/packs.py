@@ -539,7 +539,7 @@ def _parsed(start: bytes, read: Callable[[int], Any]) -> tuple[dict[str, Any], i
 
 
 def _facts_of(header: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Return the metadata that longtake wrote into a file.
+    """Return the metadata that longtake wrote into the file of a pack or index.
 
     Raises:
         DataError: the file has another format.

@@ -137,7 +137,7 @@ class AttentionInputs:
 
 @dataclass(frozen=True)
 class Defaults:
-    """Values of a family for recipe keys that are unset: shift, guidance scale, sampling steps."""
+    """Values of a family for unset recipe keys, such as shift, guidance scale and steps."""
 
     shift: ShiftRule = DEFAULT_SHIFT  # in sampling
     guidance_scale: float = 5.0

@@ -368,7 +368,7 @@ def _forward(
 
 
 def _refine(embedder: Any, text: Tensor, timestep: Tensor, known: Tensor | None) -> Tensor:
-    """Refine embedded text [B, T, D] as the context embedder does; only keys mask padding."""
+    """Refine embedded text [B, T, D] as the context embedder does, masking padding as keys."""
     if known is None:
         refined: Tensor = embedder(text, timestep)
         return refined

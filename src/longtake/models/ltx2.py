@@ -32,7 +32,7 @@ class LTX2Text(TextContract):
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
     ) -> base.Conditioning:
-        """Encode captions one after another: one's hidden layers take 49 times its width."""
+        """Encode captions one by one: joined, a caption's hidden layers are 49 widths wide."""
         embeds = []
         for caption in captions:
             layers, mask, *_ = pipeline.encode_prompt(

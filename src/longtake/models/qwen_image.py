@@ -147,7 +147,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         )
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
-        """Rescale guided velocities by token to the conditional ones' norm, as the pipeline."""
+        """Rescale each token of guided velocities to its conditional norm, as the pipeline."""
         tokens = flux.pack(super().guided(conditional, unconditional, scale))
         lengths = flux.pack(conditional).norm(dim=-1, keepdim=True)
         scaled = tokens * (lengths / tokens.norm(dim=-1, keepdim=True))

@@ -112,7 +112,7 @@ def plain_copy(model: nn.Module) -> nn.Module:
 def add_lora(
     model: nn.Module, targets: Sequence[str], section: TrainableSection, dtype: torch.dtype
 ) -> None:
-    """Add LoRA, DoRA or LoKr to linear layers; only it requires gradients then.
+    """Add LoRA, DoRA or LoKr to linear layers; only these updates require gradients then.
 
     If `dtype` is not a layer's, its input is converted, and a copy is kept for the backward pass.
     """

@@ -239,7 +239,7 @@ class TubeletTransformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Block of tubelet: attention and a two-layer network, modulated and gated by [B, D].
+    """Block of tubelet: attention and a two-layer network, modulated by a condition [B, D].
 
     After Peebles and Xie, "Scalable Diffusion Models with Transformers" (2023), with the gates
     started open and the activation squared (So et al., "Primer", 2021).

@@ -77,7 +77,7 @@ def has_cudnn_faults() -> bool:
 
 
 def cudnn_note(capability: tuple[int, int]) -> str:
-    """Return a note that another torch would be faster on GPUs that prefer cuDNN, or "".
+    """Return a note on torch's faulty cuDNN attention, for GPUs that prefer cuDNN; else "".
 
     These are Hopper and Blackwell.
     """

@@ -43,7 +43,7 @@ class Ring:
     exchange: Exchange
 
     def pass_on(self, block: Tensor, owner: int) -> Callable[[], Tensor]:
-        """Send the block of tokens of `owner` to the next rank, and receive one from the last.
+        """Send `owner`'s block of tokens to the next rank, and receive one from the rank before.
 
         Returns a function that waits for the received block.
         """
