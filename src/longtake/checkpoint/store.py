@@ -72,7 +72,7 @@ def latest_checkpoint(
     """Find a run's newest checkpoint that is not damaged; all ranks must call it.
 
     Args:
-        run: whose checkpoints are looked at.
+        run: run whose checkpoints are looked at.
         world: the ranks.
         at_most: latest step that counts.
         checksums: let each rank verify its share of the files; else only sizes are compared, and

@@ -439,7 +439,7 @@ def prepare(
 
     Args:
         catalog_path: the catalog of the clips.
-        out_folder: where files and the new `catalog.parquet` are written.
+        out_folder: folder to which files and the new `catalog.parquet` are written.
         settings: size and encoding of the results.
         on: where clips are transcoded and checked; see `run_tasks`. The files do not depend on it.
         workers: number of processes, as for `run_tasks`.

@@ -248,7 +248,7 @@ def index(
             which a hostile file can then hang or crash.
         progress: called with (files done, total files).
         fresh: also read unchanged files again.
-        limits: for decoding one file; a file that needs more is rejected.
+        limits: limits for decoding one file; a file that needs more is rejected.
         conditioning: columns of the sources' tables for `data.conditioning`; each clip must have a
             path of an existing file, or numbers, in each.
         label: the caption of clips that have none.

@@ -230,7 +230,7 @@ def write_scenes(
         on: where files are decoded; see `run_tasks`, also for `workers`.
         workers: number of decoding processes.
         progress: called with (files done, total files).
-        limits: for decoding one file.
+        limits: limits of memory and time for decoding one file.
 
     Raises:
         DataError: a source cannot be read, no scene is found, or the table cannot be written.

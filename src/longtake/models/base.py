@@ -464,7 +464,7 @@ class Family(ABC):
             text: the run's text encoder.
             rule: shift rule of sampling; the scheduler gets it if the pipeline can follow it.
             bucket_shift: the shift at the run's first bucket, for a pipeline that cannot.
-            folder: to write.
+            folder: folder to write.
 
         Raises:
             RecipeError: diffusers has no pipeline for this family, codec and text encoder.

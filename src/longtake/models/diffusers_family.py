@@ -340,7 +340,7 @@ def embed_pictures(
 
     Args:
         text: text encoder of the recipe, with the pipeline.
-        pictures: on any device; those on the meta device are outlined.
+        pictures: pictures on any device; those on the meta device are outlined.
         embed: function from the pipeline and an image to its embeddings [1, T, D].
         further_tokens: tokens T beside one per patch, such as a class token.
 

@@ -299,7 +299,7 @@ def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
     """Return the kind of the release that a model section names; None if no row of `KINDS` fits.
 
     Raises:
-        ModelError: it is refused by name, or its family is not among `families`.
+        ModelError: the release is refused by name, or its family is not in `families`.
     """
     where = section.pretrained
     assert where is not None

@@ -117,8 +117,8 @@ class Averages:
             step: steps of the run so far, counted from 1. Steps whose update was skipped count as
                 well, so that averages depend on a run's length alone.
             masters: exact weights, used in place of rounded ones.
-            decay: of a stage of the curriculum, in place of `ema.decay`. A recipe with profiles, of
-                which those with `sigma_rel` have no decay, refuses stages that set it.
+            decay: decay that a stage of the curriculum sets in place of `ema.decay`. A recipe with
+                profiles, of which those with `sigma_rel` have no decay, refuses such stages.
         """
         if not self._averages:
             return

@@ -303,8 +303,8 @@ def clip_seconds(
 
     Args:
         recipe: without `data.tokens_per_batch`, or with batch sizes in all buckets.
-        device: that is predicted for.
-        tokens: of a clip of each bucket.
+        device: device for which the cost is predicted.
+        tokens: number of tokens of a clip of each bucket.
     """
     different = np.unique(list(tokens.values()))
     middle = different[np.abs(different - different[-1] / 2).argmin()]

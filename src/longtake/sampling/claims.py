@@ -307,7 +307,7 @@ def attempt(
     """Evaluate a checkpoint that this process has claimed; never raises.
 
     Args:
-        claim: on the task, which the caller ends.
+        claim: claim on the task; the caller ends it.
         needing: context in which the checkpoint is not deleted.
         evaluate: samples and measures.
         progress: passed to `evaluate`.

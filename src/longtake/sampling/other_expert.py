@@ -47,8 +47,8 @@ def load_other(
 
     Raises:
         RunError: there is no such run, or it names code and another user began it.
-        RecipeError: it has trained another boundary between the transformers.
-        CheckpointError: it has no whole checkpoint.
+        RecipeError: `run` has trained another boundary between the transformers.
+        CheckpointError: `run` has no whole checkpoint.
         ModelError: the release's weights cannot be loaded.
     """
     run = recipe.sampling.other_expert if run is None else run
@@ -101,7 +101,7 @@ def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:
 
     Raises:
         RunError: there is no such run.
-        RecipeError: it has trained another transformer, or modules of its own.
+        RecipeError: `run` has trained another transformer, or modules of its own.
     """
     path = recipe.sampling.other_expert if run is None else run
     if path is None:

@@ -31,7 +31,7 @@ class InputFile:
         """Refuse a reference file that has changed since the preset was read.
 
         Raises:
-            RunError: it has changed, or cannot be read.
+            RunError: the file has changed, or cannot be read.
         """
         try:
             is_same = content_of(self.path) == self.content
@@ -192,7 +192,7 @@ def find_file(key: str, file: Path, folder: Path | None) -> Path:
     """Return the path of a file that another file names: beside that one, or in the current folder.
 
     Raises:
-        RecipeError: it does not exist, or is outside of another user's run.
+        RecipeError: the file does not exist, or is outside of another user's run.
     """
     run = None if folder is None else RunDirectory(folder)
     if folder is not None and run is not None and run.exists() and not trust.is_own(run):

@@ -242,7 +242,7 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
     It is made again from the same captions.
 
     Raises:
-        RunError: it is missing, and the captions have changed.
+        RunError: the tokenizer is missing, and the captions have changed.
     """
     path = run.components_path / "tokenizer" / "tokenizer.json"
     if recipe.text.pretrained is not None or path.exists():

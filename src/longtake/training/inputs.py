@@ -138,7 +138,7 @@ class InputQueue:
         recipe: the run's recipe.
         device: device of the micro-batches' tensors.
         group: ranks that have the same clips; each clip is then encoded by one of them.
-        encodes_ahead: on a GPU, encode on a separate stream, one micro-batch ahead.
+        encodes_ahead: true to encode on a separate stream of a GPU, one micro-batch ahead.
     """
 
     def __init__(
