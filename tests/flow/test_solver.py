@@ -1,7 +1,7 @@
 """The solvers, against exact solutions and diffusers' schedulers."""
 
 import math
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -45,11 +45,6 @@ def test_order_of_convergence(solver: SolverName, order: int, shift: float) -> N
     """Twice the steps halve Euler's error and quarter Heun's, on Gaussian data."""
     observed = math.log2(_error(solver, 100, shift) / _error(solver, 200, shift))
     assert observed == pytest.approx(order, abs=0.15)
-
-
-def test_heun_is_closer_than_euler_for_the_same_number_of_velocities() -> None:
-    """10 Heun steps ask for 19 velocities and end twice as close as 20 Euler steps."""
-    assert _error("heun", 10, 1.0) < _error("euler", 20, 1.0) / 2
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
@@ -122,18 +117,22 @@ def _learnt(noisy_latents: Tensor, sigma: float) -> Tensor:
     return torch.sin(3 * noisy_latents) + sigma * noisy_latents
 
 
+def _diffusers_end(scheduler: Any, noise: Tensor) -> Tensor:
+    latents = noise
+    for timestep in scheduler.timesteps:
+        predicted = _learnt(latents, timestep.item() / 1000)
+        latents = scheduler.step(predicted, timestep, latents).prev_sample
+    return latents
+
+
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_euler_steps_like_diffusers(shift: float) -> None:
     """The same velocities at the same sigmas end within 1e-6 of diffusers' scheduler: same sign."""
     noise = _noise(2, 4, 3, 5, 5, dtype=torch.float32)
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(sigmas=[1.0, 0.75, 0.5, 0.25])
-    latents = noise
-    for timestep in scheduler.timesteps:
-        predicted = _learnt(latents, timestep.item() / 1000)
-        latents = scheduler.step(predicted, timestep, latents).prev_sample
     found = integrate(_learnt, noise, build_sigmas(4, shift))
-    assert_close(found, latents, atol=1e-6, rtol=1e-6)
+    assert_close(found, _diffusers_end(scheduler, noise), atol=1e-6, rtol=1e-6)
 
 
 def test_heun_steps_like_diffusers() -> None:
@@ -141,12 +140,9 @@ def test_heun_steps_like_diffusers() -> None:
     noise = _noise(2, 4, 3, 5, 5, dtype=torch.float32)
     scheduler = FlowMatchHeunDiscreteScheduler()
     scheduler.set_timesteps(6)
-    latents = noise
-    for timestep in scheduler.timesteps:
-        predicted = _learnt(latents, timestep.item() / 1000)
-        latents = scheduler.step(predicted, timestep, latents).prev_sample
     sigmas = [*torch.linspace(1, 0.001, 6).tolist(), 0.0]
-    assert_close(integrate(_learnt, noise, sigmas, "heun"), latents, atol=5e-6, rtol=5e-6)
+    found = integrate(_learnt, noise, sigmas, "heun")
+    assert_close(found, _diffusers_end(scheduler, noise), atol=5e-6, rtol=5e-6)
 
 
 def test_noise_is_mixed_like_diffusers() -> None:
@@ -156,16 +152,6 @@ def test_noise_is_mixed_like_diffusers() -> None:
     scheduler.set_timesteps(5)
     expected = scheduler.scale_noise(latents, scheduler.timesteps, noise)
     assert_close(interpolate(latents, noise, scheduler.sigmas[:5]), expected, atol=0, rtol=0)
-
-
-def test_one_step_of_the_scheduler_undoes_its_noise() -> None:
-    """The sign is ours: noise - latents leads diffusers' scheduler from the noise to the clip."""
-    latents, noise = _noise(2, 1, 4, 3, 5, 5, dtype=torch.float32)
-    scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(sigmas=[1.0])
-    predicted = path_velocity(latents, noise)
-    found = scheduler.step(predicted, scheduler.timesteps[0], noise).prev_sample
-    assert_close(found, latents, atol=1e-6, rtol=1e-6)
 
 
 @given(st.floats(-2, 10))

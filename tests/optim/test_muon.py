@@ -3,7 +3,6 @@
 Run by torchrun, this file is one of two ranks.
 """
 
-import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.optim.steps import take_steps
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from longtake.config import ParallelSection
 from longtake.optim import muon
@@ -30,16 +30,6 @@ _SHAPES = [(24, 24), (96, 24), (96, 24), (24, 96), (24, 24), (7, 5)]
 def _parameters() -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in _SHAPES]
-
-
-def _train(
-    optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], num_steps: int = 5
-) -> None:
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(num_steps):
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(1, 64, 64), (1, 96, 24), (1, 24, 96), (3, 32, 48)])
@@ -78,50 +68,11 @@ def test_steps_are_those_of_torch(nesterov: bool, weight_decay: float) -> None:
     """With the same settings, the weights follow torch.optim.Muon's within bfloat16's rounding."""
     settings: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "weight_decay": weight_decay}
     ours, theirs, start = _parameters(), _parameters(), _parameters()
-    _train(Muon(ours, **settings), ours)
-    _train(torch.optim.Muon(theirs, **settings), theirs)
+    take_steps(Muon(ours, **settings), ours)
+    take_steps(torch.optim.Muon(theirs, **settings), theirs)
     for one, two, before in zip(ours, theirs, start, strict=True):
         moved = (two - before).norm()
         assert ((one - two).norm() / moved).item() < 0.01
-
-
-def test_a_parameter_without_gradient_stays() -> None:
-    used, unused = _parameters()[:2]
-    before = unused.clone()
-    optimizer = Muon([used, unused], weight_decay=0.1)
-    used.grad = torch.ones_like(used)
-    optimizer.step()
-    assert torch.equal(unused, before)
-    assert unused not in optimizer.state
-
-
-def test_a_resumed_optimizer_goes_on_as_if_never_stopped() -> None:
-    parameters = _parameters()
-    optimizer = Muon(parameters)
-    _train(optimizer, parameters, num_steps=3)
-    copies = copy.deepcopy(parameters)
-    resumed = Muon(copies)
-    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, weights in ((optimizer, parameters), (resumed, copies)):
-        _train(each, weights, num_steps=2)
-    assert all(torch.equal(one, two) for one, two in zip(parameters, copies, strict=True))
-
-
-def test_bf16_weights_have_masters_that_move_like_fp32_weights() -> None:
-    rounded = [nn.Parameter(parameter.bfloat16()) for parameter in _parameters()]
-    exact = [nn.Parameter(parameter.float()) for parameter in rounded]
-    one, other = Muon(rounded, weight_decay=0.1), Muon(exact, weight_decay=0.1)
-    for step in range(3):
-        torch.manual_seed(step)
-        for left, right in zip(rounded, exact, strict=True):
-            left.grad = torch.randn_like(left)
-            right.grad = left.grad.float()
-        one.step()
-        other.step()
-        one.load_state_dict(copy.deepcopy(one.state_dict()))
-    for left, right in zip(rounded, exact, strict=True):
-        assert torch.equal(one.state[left]["master"], right)
-        assert torch.equal(left, right.bfloat16())
 
 
 def test_a_vector_is_refused() -> None:
@@ -144,10 +95,7 @@ def test_two_sharded_processes_take_the_steps_of_one(
 ) -> None:
     run_on_two_ranks(__file__, str(tmp_path))
     model = _layers()
-    optimizer = Muon(_matrices(model))
-    for step in range(4):
-        _fill_gradients(model, step)
-        optimizer.step()
+    take_steps(Muon(_matrices(model)), list(model.parameters()), range(4))
     sharded = torch.load(tmp_path / "weights.pt")
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(sharded[name], weight, atol=1e-6, rtol=0.0)
@@ -162,20 +110,6 @@ def _matrices(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.ndim == 2]
 
 
-def _fill_gradients(model: nn.Module, step: int) -> None:
-    """Give each parameter the same whole gradient on any number of ranks."""
-    generator = torch.Generator().manual_seed(step)
-    for parameter in model.parameters():
-        gradient = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = _sharded_as(parameter, gradient)
-
-
-def _sharded_as(parameter: nn.Parameter, whole: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-
-
 def _train_sharded(world: World, folder: Path) -> None:
     """Each rank orthogonalises half of the four matrices in each step."""
     model, whole, orthogonalised = _layers(), muon.orthogonalise, list[int]()
@@ -187,17 +121,13 @@ def _train_sharded(world: World, folder: Path) -> None:
     muon.orthogonalise = counted  # type: ignore[assignment]
     apply_fsdp(model, list(model), world)
     optimizer = Muon(_matrices(model))
-    for step in range(2):
-        _fill_gradients(model, step)
-        optimizer.step()
+    take_steps(optimizer, list(model.parameters()), range(2))
     momentum = optimizer.state[_matrices(model)[0]]["momentum_buffer"]
     assert isinstance(momentum, DTensor)
     saved = get_optimizer_state_dict(model, optimizer)
     optimizer = Muon(_matrices(model))
     set_optimizer_state_dict(model, optimizer, saved)
-    for step in range(2, 4):
-        _fill_gradients(model, step)
-        optimizer.step()
+    take_steps(optimizer, list(model.parameters()), range(2, 4))
     assert sum(orthogonalised) == 4 * 2
     weights = {name: value.full_tensor() for name, value in model.state_dict().items()}
     if world.is_first:
@@ -214,9 +144,7 @@ def _check_replicas(world: World, orthogonalised: list[int]) -> None:
         for model, replicas in ((alone, None), (shared, replicated.mesh.get_group())):
             optimizer = Muon(_matrices(model), dtype=dtype, replicas=replicas)
             orthogonalised.clear()
-            for step in range(2):
-                _fill_gradients(model, step)
-                optimizer.step()
+            take_steps(optimizer, list(model.parameters()), range(2))
             assert sum(orthogonalised) == (4 if replicas is None else 2) * 2
         for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
             assert torch.equal(one, other)
@@ -225,8 +153,8 @@ def _check_replicas(world: World, orthogonalised: list[int]) -> None:
 def test_batches_of_bounded_size_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     def step() -> list[Tensor]:
         model = _layers()
-        _fill_gradients(model, 0)
-        Muon(_matrices(model), dtype=torch.float32).step()
+        optimizer = Muon(_matrices(model), dtype=torch.float32)
+        take_steps(optimizer, list(model.parameters()), range(1))
         return [parameter.detach() for parameter in model.parameters()]
 
     together = step()

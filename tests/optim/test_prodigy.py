@@ -1,13 +1,12 @@
 """Prodigy against its authors' code."""
 
-import copy
 import shutil
 
 import prodigyopt
 import pytest
 import torch
 from tests.build import QUIET, MakeRecipe, losses, saved
-from torch import Tensor, nn
+from torch import nn
 
 from longtake.config import OptimizerSection
 from longtake.optim.prodigy import Prodigy
@@ -15,19 +14,18 @@ from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
 
-def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
+def _model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> list[float]:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
     losses = []
-    for step in steps:
+    for step in range(60):
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(32, 6, generator=generator)
         wanted = torch.stack([inputs.sum(1), inputs[:, 0] * 2, inputs[:, 1].abs()], 1)
-        dtype = next(model.parameters()).dtype
-        loss = (model(inputs.to(dtype)).float() - wanted).square().mean()
+        loss = (model(inputs) - wanted).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -46,42 +44,12 @@ def test_steps_are_those_of_its_authors(weight_decay: float) -> None:
         use_bias_correction=True,
         safeguard_warmup=True,
     )
-    found, expected = (
-        _train(ours, mine, range(60)),
-        _train(theirs, reference, range(60)),
-    )
+    found, expected = _train(ours, mine), _train(theirs, reference)
     assert found == pytest.approx(expected, rel=1e-3)
     assert mine.param_groups[0]["distance"] == pytest.approx(
         reference.param_groups[0]["d"], rel=1e-3
     )
     assert found[-1] < found[0] / 2  # with a learning rate that nobody chose
-
-
-def test_a_resumed_optimizer_goes_on_to_the_last_bit() -> None:
-    whole = _model()
-    expected = _train(whole, Prodigy(whole.parameters()), range(20))[10:]
-    model = _model()
-    first = Prodigy(model.parameters())
-    _train(model, first, range(10))
-    again = _model()
-    again.load_state_dict(model.state_dict())
-    second = Prodigy(again.parameters())
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert _train(again, second, range(10, 20)) == expected
-
-
-def test_bf16_weights_have_masters_that_move_like_fp32_weights() -> None:
-    exact, rounded = _model(), _model(torch.bfloat16)
-    exact.load_state_dict(rounded.state_dict())
-    optimizer = Prodigy(rounded.parameters())
-    _train(rounded, optimizer, range(3))
-    reference = Prodigy(exact.parameters())
-    _train(exact, reference, range(3))
-    for parameter, other in zip(rounded.parameters(), exact.parameters(), strict=True):
-        master: Tensor = optimizer.state[parameter]["master"]
-        assert master.dtype == torch.float32
-        assert torch.equal(parameter, master.bfloat16())
-        torch.testing.assert_close(master, other, rtol=0.1, atol=0.01)
 
 
 def test_a_run_that_was_killed_and_resumed_trains_the_same(small_recipe: MakeRecipe) -> None:

@@ -67,12 +67,6 @@ def test_half_of_a_step_is_forgotten_after_the_half_life(decay: str, anchors: An
     assert before < 0.5 < average.item()
 
 
-def test_with_a_decay_a_short_run_forgets_its_random_start() -> None:
-    """After 20 updates at 0.9999 less than a thousandth of the first weights is left."""
-    (left,) = _averaged([1.0] + [0.0] * 20, _decay(0.9999))
-    assert 0 < left < 1e-3
-
-
 @pytest.mark.parametrize(("width", "gamma"), [(0.05, 16.972198), (0.1, 6.937204)])
 def test_a_width_is_the_exponent_of_a_power(width: float, gamma: float) -> None:
     assert gamma_of(width) == pytest.approx(gamma, abs=1e-6)

@@ -5,6 +5,7 @@ import hashlib
 import json
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,15 +102,21 @@ def test_images_and_videos_have_prompts_of_their_own(recipe: Recipe) -> None:
 
 
 def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
-    recipe = _recipe(tmp_path, "[evaluation.presets.low4s]\nnum_frames = 101")
+    """An empty list switches off what a shipped preset measures."""
+    low4s = "[evaluation.presets.low4s]\nnum_frames = 101\n"
+    demo = "[evaluation.presets.demo]\nmeasures = []\nbatch_size = 3"
+    recipe = _recipe(tmp_path, low4s + demo)
     for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
-        preset = find_preset(each, "low4s")
-        assert _size(preset) == (101, 480, 832, 16.0)
-        demo = find_preset(each, "demo")
-        assert demo.measures == ("longtake.demo.oracle:Adherence",)
+        longer, unmeasured = find_preset(each, "low4s"), find_preset(each, "demo")
+        assert _size(longer) == (101, 480, 832, 16.0)
+        assert (longer.seeds, longer.measures, longer.batch_size) == ((0,), (), 4)
+        assert longer.decoding == "auto"
+        assert _size(unmeasured) == (8, 32, 48, 8.0)
+        assert (unmeasured.measures, unmeasured.batch_size) == ((), 3)
 
 
 def test_later_places_win_key_by_key(tmp_path: Path) -> None:
+    """Also by what equals a usual value."""
     (tmp_path / "beside.txt").write_text("in the folder\n")
     recipe = _recipe(
         tmp_path,
@@ -117,11 +124,13 @@ def test_later_places_win_key_by_key(tmp_path: Path) -> None:
     )
     beside = find_preset(recipe, "demo", tmp_path)
     assert (beside.prompts, beside.seeds, beside.batch_size) == (("in the folder",), (1, 2), 2)
+    assert beside.measures == ("longtake.demo.oracle:Adherence",)
     own = tmp_path / "own" / "mine.toml"
     own.parent.mkdir()
-    own.write_text("[demo]\nseeds = [0]\nwidth = 64\n[more]\nheight = 64\n")
+    own.write_text("[demo]\nseeds = [0]\nbatch_size = 4\nwidth = 64\n[more]\nheight = 64\n")
     mine = find_preset(recipe, "demo", tmp_path, own)
-    assert (mine.prompts, mine.seeds, mine.bucket.width) == (("in the folder",), (0,), 64)
+    assert (mine.prompts, mine.seeds, mine.batch_size) == (("in the folder",), (0,), 4)
+    assert mine.bucket.width == 64
     assert find_preset(recipe, "more", tmp_path, own).bucket.height == 64
 
 
@@ -140,18 +149,22 @@ def test_a_prompts_file_is_looked_for_beside_what_names_it_and_then_here(
 
 
 @pytest.mark.parametrize(
-    ("evaluation", "names", "expected"),
+    ("evaluation", "file", "names", "expected"),
     [
-        ("", ["low4s", "demo", "low4s"], ["low4s", "demo"]),
-        ('evaluation.run = ["demo"]\n[evaluation.presets.b]', [], ["demo"]),
-        ("[evaluation.presets.b]\n[evaluation.presets.a]", [], ["b", "a"]),
+        ("", None, ["low4s", "demo", "low4s"], ["low4s", "demo"]),
+        ("", "[b]\n[a]\n", [], ["b", "a"]),
+        ('evaluation.run = ["demo"]\n[evaluation.presets.b]', None, [], ["demo"]),
+        ("[evaluation.presets.b]\n[evaluation.presets.a]", None, [], ["b", "a"]),
     ],
 )
-def test_which_presets_are_wanted(
-    evaluation: str, names: list[str], expected: list[str], tmp_path: Path
+def test_presets_are_those_that_command_file_or_recipe_name(
+    evaluation: str, file: str | None, names: list[str], expected: list[str], tmp_path: Path
 ) -> None:
-    """What the command names, else evaluation.run, else all that the recipe has."""
-    assert preset_names(_recipe(tmp_path, evaluation), names) == expected
+    own = None
+    if file is not None:
+        own = tmp_path / "mine.toml"
+        own.write_text(file)
+    assert preset_names(_recipe(tmp_path, evaluation), names, tmp_path, own) == expected
 
 
 def test_without_any_wish_captions_are_sampled(tmp_path: Path) -> None:
@@ -197,27 +210,13 @@ def _catalog(path: Path, numbers: range) -> Path:
     return path
 
 
-def test_a_file_that_the_command_names_says_which_are_wanted(
-    recipe: Recipe, tmp_path: Path
-) -> None:
-    own = tmp_path / "mine.toml"
-    own.write_text("[b]\n[a]\n")
-    assert preset_names(recipe, (), tmp_path, own) == ["b", "a"]
-
-
-def _wrong(folder: Path, table: str, more: str = "") -> str:
-    recipe = _recipe(folder, f"[evaluation.presets.mine]\n{table}", more)
-    with pytest.raises(RecipeError) as caught:
-        find_preset(recipe, "mine", folder)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("table", "more", "message"),
     [
         ("height = 33", "", "mine: 8 frames of 48x33 cannot be written as mp4: .* such as 48x34"),
         ("fps = 0.01", "", "mine: 0.01 frames a second cannot be written"),
         ('prompts = ["a", " "]', "", r"mine: prompts\[1\] are empty"),
+        ('prompts = ["a circle --size 64*64"]', "", r"mine: prompts\[0\]: .* has --size"),
         (
             'prompts_file = "none.txt"',
             "",
@@ -230,10 +229,10 @@ def _wrong(folder: Path, table: str, more: str = "") -> str:
 def test_what_cannot_be_is_said_in_one_sentence(
     table: str, more: str, message: str, tmp_path: Path
 ) -> None:
-    text = _wrong(tmp_path, table, more)
-    assert "\n" not in text
-    with pytest.raises(RecipeError, match=message):
-        raise RecipeError(text)
+    recipe = _recipe(tmp_path, f"[evaluation.presets.mine]\n{table}", more)
+    with pytest.raises(RecipeError, match=message) as caught:
+        find_preset(recipe, "mine", tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 def test_weights_are_the_averaged_ones_unless_it_says_none(tmp_path: Path) -> None:
@@ -242,25 +241,6 @@ def test_weights_are_the_averaged_ones_unless_it_says_none(tmp_path: Path) -> No
     assert find_preset(raw, "mine").weights == "model"
     without = _recipe(tmp_path, "", "ema.decay = 0")
     assert find_preset(without, "demo").weights == "model"
-
-
-def test_an_empty_list_switches_off_what_a_shipped_preset_measures(tmp_path: Path) -> None:
-    recipe = _recipe(tmp_path, "[evaluation.presets.demo]\nmeasures = []\nbatch_size = 3")
-    for each in (recipe, config.parse(tomllib.loads(config.dump(recipe)), source="kept")):
-        preset = find_preset(each, "demo")
-        assert (preset.measures, preset.batch_size) == ((), 3)
-        usual = find_preset(each, "low4s")
-        assert (usual.seeds, usual.measures, usual.batch_size) == ((0,), (), 4)
-        assert usual.decoding == "auto"
-
-
-def test_what_equals_a_usual_value_is_still_said(tmp_path: Path) -> None:
-    """A later place that says seeds = [0] wins over one that says others."""
-    own = tmp_path / "own.toml"
-    own.write_text("[mine]\nseeds = [0]\nbatch_size = 4\n")
-    recipe = _recipe(tmp_path, "[evaluation.presets.mine]\nseeds = [1, 2]\nbatch_size = 9")
-    preset = find_preset(recipe, "mine", tmp_path, own)
-    assert (preset.seeds, preset.batch_size) == ((0,), 4)
 
 
 def test_an_unknown_preset_gets_the_nearest_and_all_there_are(recipe: Recipe) -> None:
@@ -293,7 +273,7 @@ def test_a_file_of_presets_that_is_wrong_is_named(
 
 def test_requests_go_prompt_by_prompt_and_files_are_named_by_both(recipe: Recipe) -> None:
     """00_s0 and 00_s7 show the same prompt."""
-    preset = _with(find_preset(recipe, "demo"), prompts=("a", "b"), seeds=(0, 7))
+    preset = replace(find_preset(recipe, "demo"), prompts=("a", "b"), seeds=(0, 7))
     found = [(each.prompt, each.seed) for each in preset.requests()]
     assert found == [("a", 0), ("a", 7), ("b", 0), ("b", 7)]
     names = [preset.file_name(index) for index in range(4)]
@@ -308,9 +288,9 @@ def test_a_kept_preset_is_never_replaced_by_another(recipe: Recipe, tmp_path: Pa
     record = read_json(directory.preset_path("demo"))
     assert record == preset.as_record()
     assert record["prompts"] == list(preset.prompts)
-    keep_preset(directory, _with(preset, batch_size=1, decoding="tiles", measures=()))
+    keep_preset(directory, replace(preset, batch_size=1, decoding="tiles", measures=()))
     with pytest.raises(RecipeError, match=r"demo holds videos of another one; .* prompts, seeds"):
-        keep_preset(directory, _with(preset, prompts=("a",), seeds=(1,)))
+        keep_preset(directory, replace(preset, prompts=("a",), seeds=(1,)))
     assert read_json(directory.preset_path("demo")) == record
 
 
@@ -341,22 +321,25 @@ def test_a_preset_that_is_kept_needs_no_room(
     monkeypatch.setattr(fsio.writing, "_write_durably", full)
     keep_preset(directory, preset)
     with pytest.raises(RecipeError, match="holds videos of another one"):
-        keep_preset(directory, _with(preset, seeds=(1,)))
+        keep_preset(directory, replace(preset, seeds=(1,)))
     path = directory.preset_path("new")
     with pytest.raises(RunError, match=f"^{path} cannot be kept: No space left .* Make room.$"):
-        keep_preset(directory, _with(preset, name="new"))
+        keep_preset(directory, replace(preset, name="new"))
 
 
-def _with(preset: Preset, **changes: Any) -> Preset:
-    return Preset(**{**vars(preset), **changes})
-
-
-def test_a_prompt_a_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        ("\ufeffa red circle \r\n  ein Fluß\r\nthird", ("a red circle", "ein Fluß", "third")),
+        ("one\u2028still one\n", ("one\u2028still one",)),
+        ("# first\na red circle - or -- a square\n", ("a red circle - or -- a square",)),
+    ],
+    ids=["marks of other systems", "another separator of lines", "a remark"],
+)
+def test_a_prompt_a_line(content: str, prompts: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
-    path.write_bytes("\ufeffa red circle \r\n  ein Fluß\r\nthird".encode())
-    assert read_prompts(path) == ("a red circle", "ein Fluß", "third")
-    path.write_text("one\u2028still one\n")
-    assert read_prompts(path) == ("one\u2028still one",)
+    path.write_bytes(content.encode())
+    assert read_prompts(path) == prompts
 
 
 @pytest.mark.parametrize(
@@ -370,6 +353,7 @@ def test_a_prompt_a_line(tmp_path: Path) -> None:
         (b"one\n" + b"\n" * 30 + b"two", r"lines 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, \.\.\. are"),
         (b"one\ncaf\xe9 noir\n", r"is not UTF-8: line 2 has the byte 0xe9"),
         (b"\xef\xbb\xbfone\ntwo\nthr\xffee\n", r"is not UTF-8: line 3 has the byte 0xff"),
+        (b"# first\na circle --w 64 --h 32 --n blurred\n", r"line 2: .* has --w, --h, --n\."),
     ],
 )
 def test_a_file_that_cannot_be_used_names_its_lines(
@@ -381,31 +365,15 @@ def test_a_file_that_cannot_be_used_names_its_lines(
         read_prompts(path)
 
 
-def test_remarks_are_left_out_and_settings_in_a_line_refused(tmp_path: Path) -> None:
-    path = tmp_path / "prompts.txt"
-    path.write_text("# first\na red circle - or -- a square\n")
-    assert read_prompts(path) == ("a red circle - or -- a square",)
-    path.write_text("# first\na circle --w 64 --h 32 --n blurred\n")
-    with pytest.raises(RecipeError, match=r"line 2: .* has --w, --h, --n\."):
-        read_prompts(path)
-    recipe = _recipe(tmp_path, '[evaluation.presets.mine]\nprompts = ["a circle --size 64*64"]')
-    with pytest.raises(RecipeError, match=r"prompts\[0\]: .* has --size"):
-        find_preset(recipe, "mine")
-
-
-def test_a_trigger_word_is_put_into_prompts(tmp_path: Path) -> None:
+def test_a_trigger_word_is_put_into_prompts_and_negative_prompts(tmp_path: Path) -> None:
     text = '[evaluation.presets.mine]\nprompts = ["a [trigger] dog", "a dog"]\n'
+    recipe = _recipe(tmp_path, text)
     with pytest.raises(RecipeError, match=r"data\.trigger"):
-        find_preset(_recipe(tmp_path, text), "mine")
-    recipe = config.changed(_recipe(tmp_path, text), ['data.trigger="sks"'])
-    assert find_preset(recipe, "mine").prompts == ("a sks dog", "a dog")
-
-
-def test_a_trigger_word_is_put_into_negative_prompts(tmp_path: Path) -> None:
-    recipe = _recipe(tmp_path)
+        find_preset(recipe, "mine")
     with pytest.raises(RecipeError, match=r"data\.trigger"):
         settings_for(recipe, negative_prompt="no [trigger]")
     named = config.changed(recipe, ['data.trigger="sks"', 'sampling.negative_prompt="a [trigger]"'])
+    assert find_preset(named, "mine").prompts == ("a sks dog", "a dog")
     assert settings_for(named)[0].negative_prompt == "a sks"
 
 
@@ -493,14 +461,6 @@ def _write_picture(path: Path, colour: str, size: tuple[int, int] = (24, 16)) ->
     return path
 
 
-def _content(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-
-
-def _requested(preset: Preset) -> list[tuple[str, int, dict[str, Path]]]:
-    return [(each.prompt, each.seed, dict(each.conditioning)) for each in preset.requests()]
-
-
 def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None:
     a, b, c = (_write_picture(tmp_path / f"{name}.png", name) for name in ("red", "green", "blue"))
     table = """
@@ -509,15 +469,9 @@ def test_each_prompt_has_its_own_picture_or_all_have_one(tmp_path: Path) -> None
     conditioning.reference = ["red.png", "green.png"]
     """
     preset = find_preset(_kontext(tmp_path, table, "reference pose"), "kontext", tmp_path)
-    snow, drawing = {"reference": a, "pose": c}, {"reference": b, "pose": c}
-    prompts = ("make it snow", "as a drawing")
-    assert _requested(preset) == [
-        (prompts[0], 0, snow),
-        (prompts[0], 7, snow),
-        (prompts[1], 0, drawing),
-        (prompts[1], 7, drawing),
-    ]
-    assert list(preset.requests()[0].conditioning) == ["reference", "pose"]
+    pictures = [dict(each.conditioning) for each in preset.requests()]
+    assert pictures == [{"reference": a, "pose": c}] * 2 + [{"reference": b, "pose": c}] * 2
+    assert list(pictures[0]) == ["reference", "pose"]
 
 
 def test_a_run_keeps_what_its_recipe_says_of_pictures(tmp_path: Path) -> None:
@@ -550,7 +504,8 @@ def test_pictures_are_looked_for_beside_what_names_them_and_then_here(
 def test_a_preset_is_known_by_what_its_pictures_show(tmp_path: Path) -> None:
     a = _write_picture(tmp_path / "a.png", "red")
     preset = find_preset(_kontext(tmp_path, _ONE), "kontext", tmp_path)
-    assert preset.as_record()["conditioning"] == {"reference": [_content(a)] * 2}
+    content = hashlib.sha256(a.read_bytes()).hexdigest()[:16]
+    assert preset.as_record()["conditioning"] == {"reference": [content] * 2}
     (tmp_path / "moved").mkdir()
     a.rename(tmp_path / "moved" / "b.png")
     moved = _kontext(tmp_path, 'conditioning.reference = ["moved/b.png"]')
@@ -581,62 +536,36 @@ def test_other_pictures_make_another_preset(tmp_path: Path) -> None:
     assert read_json(path) == preset.as_record()
 
 
-_GIVES = "conditioning gives"
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("", rf'{_GIVES} none, but .* such as conditioning\.reference = \["reference\.p'),
-        ("conditioning = {}", rf"{_GIVES} none, but .*\. Give each of them, and no other"),
-        ('conditioning.pose = ["a.png"]', rf"{_GIVES} pose, .* takes the inputs reference\."),
-        ('conditioning.reference = ["a.png", "a.png", "a.png"]', "3 files, but .* 2 prompts. Name"),
+        ("", r': .* none, but .* such as conditioning\.reference = \["reference\.p'),
+        ("conditioning = {}", r": .* gives none, but .*\. Give each of them, and no other"),
+        ('conditioning.pose = ["a.png"]', r": .* gives pose, .* takes the inputs reference\."),
         (
-            'conditioning.reference = ["val/gone.png"]',
-            r"conditioning\.reference: there is no file val/gone\.png in .+ or in .+\.",
+            'conditioning.reference = ["a.png", "a.png", "a.png"]',
+            ": .*3 files, but .* 2 prompts. N",
         ),
+        ('conditioning.reference = ["val/gone.png"]', r": .* file val/gone\.png in .+ or in .+\."),
+        ('conditioning.reference = ["/gone/a.png"]', r": .*there is no file /gone/a\.png\.$"),
+        ('conditioning.reference = ["a.png", "text.png"]', r": .*text\.png cannot be read: "),
+        ("conditioning.reference = []", r"\.conditioning\.reference is \[\]; .* have at least 1"),
         (
-            'conditioning.reference = ["/gone/a.png"]',
-            r"conditioning\.reference: there is no file /gone/a\.png\.$",
+            'conditioning.reference = "a.png"',
+            r"\.conditioning\.reference is 'a\.png'; it should be a li",
         ),
-        (
-            'conditioning.reference = ["a.png", "text.png"]',
-            r"The picture .*text\.png cannot be read: ",
-        ),
+        ('conditioning = ["a.png"]', r"\.conditioning is .*; it should be a table of keys"),
     ],
 )
 def test_pictures_that_cannot_be_are_said_in_one_sentence(
     table: str, message: str, tmp_path: Path
 ) -> None:
+    """What is no table of files is refused with the recipe."""
     _write_picture(tmp_path / "a.png", "red")
     (tmp_path / "text.png").write_text("no picture")
-    with pytest.raises(RecipeError, match=f"kontext: .*{message}") as caught:
+    with pytest.raises(RecipeError, match=f"kontext{message}") as caught:
         find_preset(_kontext(tmp_path, table), "kontext", tmp_path)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        (
-            "conditioning.reference = []",
-            r"conditioning\.reference is \[\]; it should have at least 1",
-        ),
-        (
-            'conditioning.reference = "a.png"',
-            r"conditioning\.reference is 'a\.png'; it should be a list",
-        ),
-        (
-            'conditioning = ["a.png"]',
-            r"conditioning is .*; it should be a table of keys and values",
-        ),
-    ],
-)
-def test_what_is_no_table_of_files_is_refused_with_the_recipe(
-    table: str, message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(RecipeError, match=message):
-        _kontext(tmp_path, table)
 
 
 def _with_column(folder: Path, rows: list[list[float]]) -> Recipe:
@@ -645,17 +574,12 @@ def _with_column(folder: Path, rows: list[list[float]]) -> Recipe:
     clips.mkdir()
     write_video(clips / "a.mp4", np.full((4, 16, 24, 3), 90, np.uint8), fps=8)
     line = {"video": "a.mp4", "caption": "a pan", "depth": "a.mp4", "camera": rows}
-    (clips / "clips.jsonl").write_text(json.dumps(line))
+    lines = clips / "clips.jsonl"
+    lines.write_text(json.dumps(line))
     catalogs = RunDirectory(folder / "run").catalogs_path
     catalogs.mkdir(parents=True)
     names = ("depth", "camera")
-    index(
-        [clips / "clips.jsonl"],
-        captions=None,
-        out=catalogs / "0.parquet",
-        workers=0,
-        conditioning=names,
-    )
+    index([lines], captions=None, out=catalogs / "0.parquet", workers=0, conditioning=names)
     text = f"""
     out = "{folder / "run"}"
     data.catalog = "clips.parquet"

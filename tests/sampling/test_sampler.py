@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from tests.models.tiny import KONTEXT
+from tests.sampling.build import make_sampler
 from torch import Tensor
 
 from longtake import config
@@ -153,12 +154,6 @@ def test_averaged_weights_follow_from_the_raw_ones(
             assert any(not torch.equal(averaged[name], raw[name]) for name in raw)
 
 
-def test_a_sampler_knows_which_weights_it_has(tiny_run: Path) -> None:
-    assert load_sampler(tiny_run, device="cpu").weights == "ema/fixed"
-    assert load_sampler(tiny_run, profile="power", device="cpu").weights == "ema/power"
-    assert load_sampler(tiny_run, ema=False, device="cpu").weights == "model"
-
-
 def test_only_what_is_sampled_has_to_be_there(tiny_run: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(tiny_run, tmp_path / "copy")
     newest = copy / "checkpoints" / "step_00000006"
@@ -288,11 +283,9 @@ class SmallGpu(Components):
         return super().predict_velocity(noisy_latents, sigmas, conditioning)
 
 
-def _on_small_gpu(sampler: Sampler, room: int, error: Exception | None = None) -> Sampler:
+def _on_small_gpu(sampler: Sampler, room: int, **error: Exception) -> Sampler:
     parts = {each.name: getattr(sampler.components, each.name) for each in fields(Components)}
-    gpu = SmallGpu(**parts, room=room)
-    if error is not None:
-        gpu = replace(gpu, error=error)
+    gpu = SmallGpu(**parts, room=room, **error)  # type: ignore[arg-type]
     return replace(sampler, components=gpu, memory=MemoryFallback())
 
 
@@ -361,11 +354,11 @@ def test_a_video_that_does_not_fit_is_an_error_that_says_so(sampler: Sampler) ->
     ],
 )
 def test_the_machines_own_memory_is_memory_too(error: Exception, sampler: Sampler) -> None:
-    assert len(_sample_all(_on_small_gpu(sampler, 4, error))) == len(_REQUESTS)
+    assert len(_sample_all(_on_small_gpu(sampler, 4, error=error))) == len(_REQUESTS)
 
 
 def test_any_other_error_is_raised(sampler: Sampler) -> None:
-    small = _on_small_gpu(sampler, 4, RuntimeError("shapes do not match"))
+    small = _on_small_gpu(sampler, 4, error=RuntimeError("shapes do not match"))
     with pytest.raises(RuntimeError, match="shapes do not match"):
         _sample_all(small)
     assert _asked(small) == [8]
@@ -470,13 +463,6 @@ def _video(sampler: Sampler, preset: Preset) -> NDArray[np.uint8]:
     return sampler.sample(preset.requests(), preset.settings, preset.bucket)
 
 
-def _changed(run: Path, copy: Path, change: str) -> SamplerLoader:
-    recipe = config.changed(RunDirectory(run).recipe(), [change])
-    shutil.copytree(run / "components", copy / "components")
-    (copy / "recipe.toml").write_text(config.dump(recipe))
-    return SamplerLoader(RunDirectory(copy), "cpu")
-
-
 def test_only_weights_are_loaded_anew(studio: SamplerLoader, tiny_run: Path) -> None:
     preset, run = _preset(studio), RunDirectory(tiny_run)
     parts = studio.components
@@ -516,7 +502,10 @@ def test_after_a_damaged_checkpoint_the_next_is_loaded(
 def test_a_checkpoint_of_another_model_is_refused(
     change: str, tiny_run: Path, tmp_path: Path
 ) -> None:
-    studio = _changed(tiny_run, tmp_path / "other", change)
+    recipe = config.changed(RunDirectory(tiny_run).recipe(), [change])
+    shutil.copytree(tiny_run / "components", tmp_path / "components")
+    (tmp_path / "recipe.toml").write_text(config.dump(recipe))
+    studio = SamplerLoader(RunDirectory(tmp_path), "cpu")
     with pytest.raises(CheckpointError, match="holds another model than the recipe") as caught:
         studio.load(RunDirectory(tiny_run).checkpoint_path(1), "model")
     assert "\n" not in str(caught.value)
@@ -567,11 +556,8 @@ def _flux_recipe(**model: Any) -> Recipe:
     return config.parse(KONTEXT | {"model": own, "sampling": sampling}, source="test")
 
 
-def _flux_sampler(recipe: Recipe | None = None) -> Sampler:
-    recipe = recipe or _flux_recipe()
-    parts = assemble(recipe, ["a red ball rolls left", "a blue square"], None)
-    parts.model.eval()
-    return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+def _flux_sampler(**model: Any) -> Sampler:
+    return make_sampler(_flux_recipe(**model), ["a red ball rolls left", "a blue square"])
 
 
 def _picture(path: Path, seed: int = 0, height: int = _HEIGHT, width: int = _WIDTH) -> Path:
@@ -585,35 +571,25 @@ def asked(tmp_path: Path) -> Request:
     return Request("a red ball", 3, {"reference": _picture(tmp_path / "one.png")})
 
 
-def test_a_distilled_model_is_told_the_scale_in_one_pass(asked: Request) -> None:
-    sampler = _flux_sampler()
-    sizes: list[int] = []
-    scales: list[list[float]] = []
+@pytest.mark.parametrize(("is_distilled", "batch"), [(True, 2), (False, 4)])
+def test_a_distilled_model_is_told_the_scale_and_another_one_makes_a_second_pass(
+    is_distilled: bool, batch: int, asked: Request
+) -> None:
+    sampler = _flux_sampler(guidance_embeds=is_distilled)
+    told: list[tuple[int, list[float] | None]] = []
     model: Any = sampler.components.model
 
     def watch(module: object, args: object, given: dict[str, Any]) -> None:
-        sizes.append(len(given["hidden_states"]))
-        scales.append(given["guidance"].tolist())
+        scales = given["guidance"]
+        told.append((len(given["hidden_states"]), None if scales is None else scales.tolist()))
 
-    handle = model.register_forward_pre_hook(watch, with_kwargs=True)
+    model.register_forward_pre_hook(watch, with_kwargs=True)
     at_four = _sample(sampler, asked, asked)
     at_one = _sample(sampler, asked, asked, guidance_scale=1.0)
-    handle.remove()
-    assert sizes == [2] * 6
-    assert scales == [[4.0, 4.0]] * 3 + [[1.0, 1.0]] * 3
+    scales = ([4.0, 4.0], [1.0, 1.0]) if is_distilled else (None, None)
+    assert told == [(batch, scales[0])] * 3 + [(2, scales[1])] * 3
     assert at_four.shape == (2, 1, _HEIGHT, _WIDTH, 3)
     assert not np.array_equal(at_four, at_one)
-
-
-def test_one_that_is_not_distilled_is_guided_by_a_second_pass(asked: Request) -> None:
-    sampler = _flux_sampler(_flux_recipe(guidance_embeds=False))
-    sizes: list[int] = []
-    model: Any = sampler.components.model
-    model.register_forward_pre_hook(
-        lambda module, args, given: sizes.append(len(given["hidden_states"])), with_kwargs=True
-    )
-    _sample(sampler, asked)
-    assert sizes == [2] * 3
 
 
 def test_the_picture_matters_and_not_what_stands_beside_it(asked: Request, tmp_path: Path) -> None:

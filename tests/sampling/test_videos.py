@@ -215,9 +215,16 @@ def test_eight_evenly_spaced_frames_with_both_ends(tmp_path: Path) -> None:
     assert places == sorted(places)
 
 
-def test_a_short_clip_shows_each_frame_once(tmp_path: Path) -> None:
-    sheet = _draw(tmp_path / "sheet.png", SheetRow("an image", _flat([77], 48, 32)))
-    assert _area(sheet, (77, 77, 77)) == 96 * 64
+@pytest.mark.parametrize(
+    ("height", "width", "area"),
+    [(48, 32, 96 * 64), (480, 960, 2 * FRAME_HEIGHT * FRAME_HEIGHT)],
+    ids=["enlarged", "shrunk"],
+)
+def test_a_short_clip_shows_each_frame_once_in_proportion(
+    height: int, width: int, area: int, tmp_path: Path
+) -> None:
+    sheet = _draw(tmp_path / "sheet.png", SheetRow("an image", _flat([77], height, width)))
+    assert _area(sheet, (77, 77, 77)) == area
 
 
 def test_small_frames_keep_their_pixels(tmp_path: Path) -> None:
@@ -225,12 +232,6 @@ def test_small_frames_keep_their_pixels(tmp_path: Path) -> None:
     frames: NDArray[np.uint8] = np.repeat(board[None, :, :, None], 3, axis=3).astype(np.uint8)
     sheet = _draw(tmp_path / "sheet.png", SheetRow("", frames))
     assert _area(sheet, (0, 0, 0)) == _area(sheet, (255, 255, 255)) == 120 * 120 / 2
-
-
-def test_large_frames_shrink_in_proportion(tmp_path: Path) -> None:
-    """960 x 480 pixels become 192 x 96."""
-    sheet = _draw(tmp_path / "sheet.png", SheetRow("", _flat([50], 480, 960)))
-    assert _area(sheet, (50, 50, 50)) == 2 * FRAME_HEIGHT * FRAME_HEIGHT
 
 
 def test_a_long_caption_is_wrapped_beside_its_frames(tmp_path: Path) -> None:
