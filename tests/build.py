@@ -213,6 +213,14 @@ def fill_weights(model: nn.Module) -> None:
                     )
 
 
+def fill_lora(model: nn.Module) -> None:
+    """Give the LoRA of a model random weights: at the start it changes nothing."""
+    generator = torch.Generator().manual_seed(5)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data = torch.randn(weight.shape, generator=generator) / 8
+
+
 def measure_step(subject: Subject, options: Mapping[str, BlockOption]) -> MeasuredMemory:
     """Run a step twice; what the allocator handed out in the second, its inputs held."""
     blocks = {subject.blocks[name]: option for name, option in options.items()}

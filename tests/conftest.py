@@ -24,7 +24,7 @@ from tests.data.catalogs import make_catalog
 from tests.warm import Forked
 
 import longtake
-from longtake import config, process, stacks
+from longtake import cli, config, process, stacks
 from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
@@ -181,6 +181,19 @@ def small_recipe(
 ) -> Callable[..., Recipe]:
     """Makes recipes of a run of a second: `small_recipe("training.steps=8")`, in tmp_path/run."""
     return small_recipe_in(tmp_path)
+
+
+@pytest.fixture
+def call_longtake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Calls a verb as the shell does, in this process; it must succeed."""
+
+    def call(*arguments: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code
+
+    return call
 
 
 @pytest.fixture

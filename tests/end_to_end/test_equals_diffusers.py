@@ -5,9 +5,8 @@ UMT5, T5 and CLIP, autoencoders with the released statistics of latents, and the
 schedulers' configurations. Recipes leave to the defaults what a user would leave to them.
 """
 
-import dataclasses
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,13 @@ import pytest
 import torch
 from tests.families.release_flux import make as save_flux
 from tests.families.release_wan import make as save_wan
-from tests.families.row import KeepsLatents, write_edits
+from tests.families.row import write_edits
+from tests.families.tiny import relative
+from tests.models.tiny import make_recipe
+from tests.sampling.build import make_sampler, sample_latents
 from torch import Tensor
 
-from longtake import cli, config
+from longtake import config
 from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.index import index
@@ -28,18 +30,14 @@ from longtake.data.loader import Loader
 from longtake.demo.shapes import write_clips
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
-from longtake.models.components import assemble
-from longtake.sampling.presets import Request, settings_for
-from longtake.sampling.sampler import Sampler
+from longtake.sampling.presets import Request
 
 _PROMPT = "a \u201cred\u201d  circle, moving &amp; it\u2019s up"  # which Wan's pipeline cleans
-_FAMILIES = ("wan", "flux", "flux_kontext")
-
-
-def _relative(ours: Tensor, theirs: Tensor) -> float:
-    """Norm of the difference over the norm; 1e-5 is the rounding of fp32."""
-    assert ours.shape == theirs.shape
-    return float((ours - theirs).norm() / theirs.norm())
+_PIPELINES: dict[str, Any] = {
+    "wan": diffusers.WanPipeline,
+    "flux": diffusers.FluxPipeline,
+    "flux_kontext": diffusers.FluxKontextPipeline,
+}
 
 
 @pytest.fixture(scope="module")
@@ -56,78 +54,35 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _recipe(place: Path, family: str, **sections: Any) -> Recipe:
-    is_wan = family == "wan"
-    release = str(place / ("wan" if is_wan else "flux"))
-    frames = {"num_frames": 5, "height": 32, "width": 32}
-    picture = {"num_frames": 1, "height": 48, "width": 64}
-    values = {
-        "out": str(place / "run"),
-        "data": {
-            "catalog": str(place / ("clips.parquet" if is_wan else "after.parquet")),
-            "buckets": [frames if is_wan else picture],
-            "conditioning": (
-                {"reference": {"kind": "picture", "path": "../before/{stem}.png"}}
-                if family == "flux_kontext"
-                else {}
-            ),
-            "workers": 0,
-        },
-        "model": {"family": family, "pretrained": release},
-        "codec": {
-            "kind": "autoencoder",
-            "pretrained": release,
-        },
-        "text": {
-            "kind": "transformers",
-            "pretrained": release,
-            "dtype": "fp32",
-            **({} if is_wan else {"pooled": {}}),
-        },
-        "flow": {"shift": 3.0 if is_wan else "flux"},
-        "training": {"steps": 1, "global_batch_size": 4, "device": "cpu", "precision": "fp32"},
-        "watch": {"enabled": False},
-        "tracking": {"tensorboard": False},
-        **sections,
-    }
-    return config.parse(values, source="test")
-
-
-class _EvenSteps(diffusers.FlowMatchEulerDiscreteScheduler):  # type: ignore[misc]
-    """Euler steps at longtake's sigmas, where `WanPipeline` names none of its own."""
-
-    def set_timesteps(self, num_inference_steps: int, **options: Any) -> None:
-        even = np.linspace(1, 1 / num_inference_steps, num_inference_steps)
-        super().set_timesteps(sigmas=even, **options)
-
-
-def _pipeline(place: Path, family: str) -> Any:
-    names = {"wan": "Wan", "flux": "Flux", "flux_kontext": "FluxKontext"}
-    folder = place / ("wan" if family == "wan" else "flux")
-    pipeline = getattr(diffusers, f"{names[family]}Pipeline").from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    if family == "wan":
-        pipeline.scheduler = _EvenSteps(shift=pipeline.scheduler.config.flow_shift)
-    return pipeline
-
-
-def _sampler(recipe: Recipe) -> Sampler:
-    parts = assemble(recipe, (), None)
-    parts.model.eval()
-    return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+def _recipe(place: Path, family: str) -> Recipe:
+    is_wan, flow = family == "wan", {"shift": 3.0 if family == "wan" else "flux"}
+    bucket = (5, 32, 32) if is_wan else (1, 48, 64)
+    catalog = place / ("clips.parquet" if is_wan else "after.parquet")
+    data: dict[str, Any] = {"catalog": str(catalog), "workers": 0}
+    if family == "flux_kontext":
+        data["conditioning"] = {"reference": {"kind": "picture", "path": "../before/{stem}.png"}}
+    return make_recipe(
+        family,
+        bucket,
+        place / ("wan" if is_wan else "flux"),
+        data=data,
+        text={} if is_wan else {"pooled": {}},
+        flow=flow,
+        training={"global_batch_size": 4},
+        watch={"enabled": False},
+        tracking={"tensorboard": False},
+    )
 
 
 def test_wans_own_sampler_and_a_negative_prompt_are_those_of_its_pipeline(place: Path) -> None:
-    sampler = _sampler(_recipe(place, "wan"))
-    codec = KeepsLatents(sampler.components.codec)
-    parts = dataclasses.replace(sampler.components, codec=codec)
-    sampler = dataclasses.replace(sampler, components=parts)
     negative = "a blue square, fast"
-    settings, bucket = settings_for(
-        sampler.recipe, num_inference_steps=6, solver="unipc", negative_prompt=negative
+    ours = sample_latents(
+        make_sampler(_recipe(place, "wan")),
+        Request(_PROMPT, 3),
+        num_inference_steps=6,
+        solver="unipc",
+        negative_prompt=negative,
     )
-    sampler.sample([Request(_PROMPT, 3)], settings, bucket)
-    (ours,) = codec.latents
     noise = torch.randn(tuple(ours.shape[1:]), generator=torch.Generator().manual_seed(3))[None]
     pipeline = diffusers.WanPipeline.from_pretrained(place / "wan")
     pipeline.set_progress_bar_config(disable=True)
@@ -138,15 +93,8 @@ def test_wans_own_sampler_and_a_negative_prompt_are_those_of_its_pipeline(place:
         )[0]
         for each in (negative, "")
     )
-    assert _relative(ours, theirs) <= 1e-5
-    assert _relative(ours, without) > 1e-3
-
-
-def _draw(seed: int, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """A sample's noise, and two uniform numbers: for its sigma and its caption's dropout."""
-    generator = torch.Generator().manual_seed(seed)
-    uniform = torch.rand(2, generator=generator, dtype=torch.float64)
-    return torch.randn(shape, generator=generator), uniform
+    assert relative(ours, theirs) <= 1e-5
+    assert relative(ours, without) > 1e-3
 
 
 @torch.no_grad()
@@ -155,7 +103,10 @@ def _diffusers_loss(pipeline: Any, family: str, batch: Batch) -> float:
     losses = []
     for number, (seed, caption) in enumerate(zip(batch.seeds, batch.captions, strict=True)):
         latents = _latents(pipeline, family, batch.videos[number])
-        noise, uniform = _draw(seed, tuple(latents.shape[1:]))
+        # A sample's generator draws for its sigma and its caption's dropout, and then its noise.
+        generator = torch.Generator().manual_seed(seed)
+        uniform = torch.rand(2, generator=generator, dtype=torch.float64)
+        noise = torch.randn(tuple(latents.shape[1:]), generator=generator)
         if family == "wan" and uniform[1] < 0.1:
             caption = ""
         tokens = latents.shape[-1] * latents.shape[-2] // 4
@@ -194,7 +145,6 @@ def _velocity(
     sigma: Tensor,
     caption: str,
     reference: Tensor | None,
-    guidance: float = 1.0,
 ) -> Tensor:
     """[1, C, F, h, w], as a pipeline asks its transformer."""
     if family == "wan":
@@ -216,7 +166,7 @@ def _velocity(
     velocity = pipeline.transformer(
         hidden_states=torch.cat(tokens, dim=1),
         timestep=sigma,
-        guidance=torch.tensor([guidance]),
+        guidance=torch.tensor([1.0]),
         pooled_projections=pooled,
         encoder_hidden_states=embeds,
         txt_ids=text_ids,
@@ -228,36 +178,26 @@ def _velocity(
     return image[:, :, None]
 
 
-def _call(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
-
-
-@pytest.mark.parametrize("family", _FAMILIES)
+@pytest.mark.parametrize("family", _PIPELINES)
 def test_the_first_loss_of_a_training_is_that_of_diffusers(
-    family: str, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, place: Path, tmp_path: Path, call_longtake: Callable[..., None]
 ) -> None:
-    recipe = _recipe(place, family, out=str(tmp_path / "run"))
+    recipe = _recipe(place, family).model_copy(update={"out": tmp_path / "run"})
     (tmp_path / "recipe.toml").write_text(config.dump(recipe))
-    _call(monkeypatch, "train", tmp_path / "recipe.toml")
+    call_longtake("train", tmp_path / "recipe.toml")
     (row,) = read_json_lines(tmp_path / "run" / "metrics.jsonl")
 
     loader = Loader(recipe.data, batch_size=4, seed=recipe.seed)
     (batch,) = loader.batches(1)
-    expected = _diffusers_loss(_pipeline(place, family), family, batch)
+    pipeline = _PIPELINES[family].from_pretrained(recipe.model.pretrained)
+    expected = _diffusers_loss(pipeline, family, batch)
     assert row["loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_flux_is_exported_with_the_released_schedulers_rule(place: Path, tmp_path: Path) -> None:
-    export(_sampler(_recipe(place, "flux")), tmp_path / "out", "diffusers")
+    export(make_sampler(_recipe(place, "flux")), tmp_path / "out", "diffusers")
     written, released = (
         json.loads((folder / "scheduler" / "scheduler_config.json").read_text())
         for folder in (tmp_path / "out", place / "flux")
     )
     assert written == released
-    scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(
-        tmp_path / "out", subfolder="scheduler"
-    )
-    assert scheduler.config.use_dynamic_shifting

@@ -1,6 +1,5 @@
 """The two experts of Wan 2.2 A14B, trained in two runs, sampled together and exported as a pair."""
 
-import dataclasses
 import json
 import re
 import shutil
@@ -14,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from tests.build import QUIET, MakeRecipe, rows
 from tests.families.release_wan import make, make_a14b
-from tests.families.row import KeepsLatents
+from tests.sampling.build import sample_latents
 from typer.testing import CliRunner
 
 from longtake.cli.app import app
@@ -30,12 +29,13 @@ from longtake.planner.devices import device_budget
 from longtake.planner.forecast import forecast_phases
 from longtake.planner.memory import outline_step, static_memory
 from longtake.sampling.other_expert import build_other, load_other, other_bytes
-from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.training.train import train
 
 _PROMPT = "a red circle moving up"
 _LORA_2 = "pytorch_lora_weights_transformer_2.safetensors"
+_SCALES = {"guidance_scale": 4.0, "guidance_scale_2": 2.0}
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def runs(pair: MakeRecipe) -> tuple[Path, Path]:
     return high.out, low.out
 
 
-def _step(pipeline: Any, noise: torch.Tensor, **options: Any) -> torch.Tensor:
+def _step(pipeline: Any, noise: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = pipeline(
         _PROMPT,
         latents=noise,
@@ -89,19 +89,20 @@ def _step(pipeline: Any, noise: torch.Tensor, **options: Any) -> torch.Tensor:
         num_inference_steps=4,
         output_type="latent",
         max_sequence_length=16,
-        **options,
+        **_SCALES,
     )[0]
     return found
 
 
-def _sampled(sampler: Sampler, **settings: Any) -> torch.Tensor:
-    codec = KeepsLatents(sampler.components.codec)
-    parts = dataclasses.replace(sampler.components, codec=codec)
-    chosen, bucket = settings_for(
-        sampler.recipe, num_inference_steps=4, solver="unipc", shift=3.0, **settings
+def _sampled(sampler: Sampler) -> torch.Tensor:
+    return sample_latents(
+        sampler,
+        Request(_PROMPT, 3),
+        num_inference_steps=4,
+        solver="unipc",
+        shift=3.0,
+        **_SCALES,
     )
-    dataclasses.replace(sampler, components=parts).sample([Request(_PROMPT, 3)], chosen, bucket)
-    return codec.latents[0]
 
 
 def _pipeline(folder: Path) -> Any:
@@ -132,10 +133,9 @@ def test_a_pair_is_sampled_and_exported_as_diffusers_does(
     """From either of the two runs; with the LoRA of both, of which every key is used."""
     high, low = runs
     sampler = load_sampler(high, ema=False, device="cpu", other_expert=low)
-    ours = _sampled(sampler, guidance_scale=4.0, guidance_scale_2=2.0)
+    ours = _sampled(sampler)
     # The other run's averages are taken, where it keeps any.
-    averaged = load_sampler(low, device="cpu")
-    theirs = _sampled(averaged, guidance_scale=4.0, guidance_scale_2=2.0)
+    theirs = _sampled(load_sampler(low, device="cpu"))
     assert not torch.equal(ours, theirs)
     arguments = ["export", str(low), "--other-expert", str(high), "--out", str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
@@ -145,11 +145,10 @@ def test_a_pair_is_sampled_and_exported_as_diffusers_does(
     assert exported.config.boundary_ratio == 0.875
     shape = latent_shape(sampler.components.codec, sampler.recipe.data.buckets[0])
     noise = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(3))[None]
-    scales = {"guidance_scale": 4.0, "guidance_scale_2": 2.0}
-    merged = _step(exported, noise, **scales)
+    merged = _step(exported, noise)
     assert (merged - theirs).norm() <= 1e-5 * merged.norm()
     released = _pipeline(Path(str(sampler.recipe.model.pretrained)))
-    plain = _step(released, noise, **scales)
+    plain = _step(released, noise)
     assert (plain - merged).norm() > 1e-3 * merged.norm()
     for name, second in (("pytorch_lora_weights.safetensors", False), (_LORA_2, True)):
         options = {"load_into_transformer_2": True} if second else {}
@@ -158,7 +157,7 @@ def test_a_pair_is_sampled_and_exported_as_diffusers_does(
         loaded = {re.sub(r"\.default_\d\.", ".", each) for each in part.state_dict()}
         keys = {each.removeprefix("transformer.") for each in load_file(tmp_path / "out" / name)}
         assert keys <= loaded
-    adapted = _step(released, noise, **scales)
+    adapted = _step(released, noise)
     assert (adapted - merged).norm() <= 1e-5 * merged.norm()
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -43,32 +42,6 @@ def lora_recipe(small_recipe: MakeRecipe, release: Path) -> MakeRecipe:
     return lambda *changes: small_recipe(*always, *changes)
 
 
-def _equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
-    return first.keys() == second.keys() and all(
-        torch.equal(value, second[name]) for name, value in first.items()
-    )
-
-
-def test_a_streamed_run_trains_bitwise_the_same(lora_recipe: MakeRecipe, tmp_path: Path) -> None:
-    """With gradients that accumulate, and recomputed blocks."""
-    runs = [
-        lora_recipe(
-            f"model.stream={stream}",
-            f"recompute.policy={policy}",
-            "training.micro_batch_size=2",
-            f"out={tmp_path / stream / policy}",
-        )
-        for stream, policy in (("none", "none"), ("all", "none"), ("all", "alternate"))
-    ]
-    for recipe in runs:
-        train(recipe, QUIET)
-    plain, *streamed = runs
-    assert len(losses(plain)) == 4
-    for recipe in streamed:
-        assert losses(recipe) == losses(plain)
-        assert _equal(saved(recipe, 4, "model"), saved(plain, 4, "model"))
-
-
 def test_a_lora_on_quantised_weights_is_resumed_and_exported(
     lora_recipe: MakeRecipe, release: Path, tmp_path: Path
 ) -> None:
@@ -81,8 +54,9 @@ def test_a_lora_on_quantised_weights_is_resumed_and_exported(
     train(lora_recipe(*nf4, f"out={parted.out}", "training.steps=2"), QUIET)
     train(lora_recipe(*nf4, f"out={parted.out}", "model.stream=all"), QUIET)
     assert losses(parted) == losses(whole)
-    assert _equal(saved(parted, 4, "model"), saved(whole, 4, "model"))
-    assert all("lora_" in name for name in saved(whole, 4, "model"))
+    trained = saved(whole, 4, "model")
+    torch.testing.assert_close(saved(parted, 4, "model"), trained, rtol=0, atol=0)
+    assert all("lora_" in name for name in trained)
     exact = lora_recipe(f"out={tmp_path / 'exact'}")
     train(exact, QUIET)
     assert losses(whole) != losses(exact)
@@ -92,9 +66,9 @@ def test_a_lora_on_quantised_weights_is_resumed_and_exported(
         train(lora_recipe(*nf4, "model.quantize=int8", f"out={whole.out}"), QUIET)
 
     sampler = load_sampler(whole.out, device="cpu")
-    quantised = [each for each in sampler.components.model.modules() if _is_quantised(each)]
+    quantised = _quantised(sampler.components.model)
     assert {each.kind for each in quantised} == {"nf4"}
-    assert any(_is_quantised(each) for each in sampler.components.text.modules()[0].modules())
+    assert _quantised(sampler.components.text.modules()[0])
     settings, bucket = settings_for(sampler.recipe, num_inference_steps=2)
     assert sampler.sample([Request("a red circle", 0)], settings, bucket).shape[1:3] == (5, 32)
 
@@ -113,5 +87,5 @@ def test_a_lora_on_quantised_weights_is_resumed_and_exported(
     torch.testing.assert_close(merged.weight, base.weight + update, rtol=1e-5, atol=1e-6)
 
 
-def _is_quantised(layer: object) -> Any:
-    return isinstance(layer, QuantizedLinear)
+def _quantised(model: torch.nn.Module) -> list[QuantizedLinear]:
+    return [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]

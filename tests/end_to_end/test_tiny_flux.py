@@ -4,10 +4,8 @@ import json
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,11 +13,9 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor, nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from tests.build import saved
+from torch import nn
 
-from longtake import cli
-from longtake.fsio import read_json_lines
 from longtake.models.components import assemble
 from longtake.planner.record import newest_plan
 from longtake.run_dir import RunDirectory
@@ -35,15 +31,6 @@ def _as_given(folder: Path) -> list[list[str]]:
     lines = re.findall(r"^#   (\w+ .*)$", opening, re.MULTILINE)
     commands = [shlex.split(line) for line in lines]
     return [[*_PROGRAMS[program], *arguments] for program, *arguments in commands]
-
-
-def _call(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    """Another verb, in this process."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["longtake", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert not ended.value.code
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +52,6 @@ def run(folder: Path) -> RunDirectory:
     return RunDirectory(folder / "runs/tiny_flux_module")
 
 
-def _events(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
-    return [event for event in read_json_lines(run.events_path) if event["event"] == kind]
-
-
 @pytest.mark.slow
 def test_two_commands_train_it_within_its_memory(run: RunDirectory) -> None:
     losses = run.losses()
@@ -78,32 +61,31 @@ def test_two_commands_train_it_within_its_memory(run: RunDirectory) -> None:
     assert plan is not None
     assert plan.policy == "best"
     assert 0 < plan.per_block()["keep"] < 4
-    (measured,) = _events(run, "memory_measured")
+    (measured,) = (each for each in run.events() if each["event"] == "memory_measured")
     assert abs(measured["error"]) < 0.05  # a processor's own scratchpads included
 
 
 @pytest.mark.slow
 def test_the_module_and_lora_have_learnt_and_nothing_else(
-    folder: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    run: RunDirectory,
+    call_longtake: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     before = assemble(run.recipe(), [], run.components_path).model
     names = {name for name, weight in before.named_parameters() if weight.requires_grad}
     assert all("lora_" in name or name.startswith("added_modules.pose.") for name in names)
-    dcp_to_torch_save(run.checkpoint_path(_STEPS) / "model", folder / "model.pt")
-    saved: dict[str, Tensor] = torch.load(folder / "model.pt")
-    assert saved.keys() == names
+    trained = saved(run.recipe(), _STEPS, "model")
+    assert trained.keys() == names
     for name, weight in before.named_parameters():
-        assert name not in names or not torch.equal(saved[name], weight), name
+        assert name not in names or not torch.equal(trained[name], weight), name
 
-    _call(folder, monkeypatch, "export", str(run.path), "--out", "pipeline", "--no-ema")
+    call_longtake("export", run.path, "--out", "pipeline", "--no-ema")
     pipeline = folder / "pipeline"
     added = load_file(pipeline / "added_modules" / "pose.safetensors")
-    assert (
-        added.keys() == {name.removeprefix("added_modules.pose.") for name in names} & added.keys()
-    )
     assert all(
-        torch.equal(value, saved[f"added_modules.pose.{name}"]) for name, value in added.items()
+        torch.equal(value, trained[f"added_modules.pose.{name}"]) for name, value in added.items()
     )
     lora = load_file(pipeline / "pytorch_lora_weights.safetensors")
     assert len(added) + len(lora) == len(names)
@@ -114,10 +96,7 @@ def _assert_only_targets_changed(before: nn.Module, exported: Path) -> None:
     """LoRA is merged into the layers that it adapts; the rest is equal to the bit."""
     weights = load_file(exported / "diffusion_pytorch_model.safetensors")
     base = {
-        name.replace(".base_layer.", "."): (
-            ".base_layer." in name and name.endswith(".weight"),
-            value,
-        )
+        name.replace(".base_layer.", "."): (name.endswith(".base_layer.weight"), value)
         for name, value in before.state_dict().items()
         if "lora_" not in name and not name.startswith("added_modules.pose.")
     }
@@ -129,20 +108,19 @@ def _assert_only_targets_changed(before: nn.Module, exported: Path) -> None:
 
 @pytest.mark.slow
 def test_it_is_sampled_with_its_pictures(
-    folder: Path, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    run: RunDirectory,
+    call_longtake: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(folder)
     made: list[NDArray[np.uint8]] = []
+    prompt = ("--prompt", "move the red circle", "--steps", "2", "--out", "out.png")
     for number in ("000", "001"):
-        pictures = {"reference": "before/000.png", "pose": f"pose/{number}.png"}
-        given = [
-            part
-            for name, file in pictures.items()
-            for part in ("--conditioning", f"{name}=pairs/{file}")
-        ]
-        out = f"{number}.png"
-        prompt = ("--prompt", "move the red circle", "--steps", "2", "--out", out)
-        _call(folder, monkeypatch, "sample", str(run.path), *prompt, *given)
-        with Image.open(folder / out) as picture:
+        pictures = ("reference=pairs/before/000.png", f"pose=pairs/pose/{number}.png")
+        given = [part for picture in pictures for part in ("--conditioning", picture)]
+        call_longtake("sample", run.path, *prompt, *given)
+        with Image.open("out.png") as picture:
             made.append(np.asarray(picture))
     assert [picture.shape for picture in made] == [(64, 64, 3)] * 2
     assert not np.array_equal(made[0], made[1])

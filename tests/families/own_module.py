@@ -1,4 +1,4 @@
-"""A module of the user's own that begins as nothing, and scales all that blocks see."""
+"""Modules of the user's own that begin as nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,8 +9,27 @@ from longtake.models.added_module import Attend, BlockCall
 from longtake.models.base import AttentionInputs, BlockInputs
 
 
+class Notes(nn.Module):
+    """Keeps what it sees around blocks and attention, and adds a weight to the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(zeros(()))
+        self.seen: list[BlockInputs] = []
+        self.attended: list[str] = []
+
+    def around(self, block: str, call: BlockCall, inputs: BlockInputs) -> BlockInputs:
+        self.seen.append(inputs)
+        after = call(inputs)
+        return replace(after, tokens=after.tokens + self.weight)
+
+    def around_attention(self, block: str, attend: Attend, inputs: AttentionInputs) -> Tensor:
+        self.attended.append(f"{inputs.name} {inputs.query.shape[2]} {inputs.key.shape[2]}")
+        return attend(inputs)
+
+
 class Scales(nn.Module):
-    """Around every block and every attention, with parameters for each block."""
+    """Scales all that blocks and attention see, with parameters for each block."""
 
     def __init__(self, blocks: Sequence[str], width: int) -> None:
         super().__init__()

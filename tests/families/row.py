@@ -17,8 +17,6 @@ from PIL import Image
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from longtake.models.codec import Codec
-
 WIDTH = 16  # of text encoders
 
 
@@ -32,7 +30,6 @@ class Asked:
     frames: int
     height: int
     width: int
-    steps: int
     guidance: float
     pictures: Mapping[str, Image.Image]
 
@@ -115,19 +112,3 @@ def write_edits(folder: Path, height: int, width: int, caption: str) -> None:
             pixels = random.integers(0, 256, (height, width, 3), np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
             (folder / name / f"{number}.txt").write_text(caption.format(number=number))
-
-
-class KeepsLatents:
-    """A codec that keeps what it is to decode."""
-
-    def __init__(self, codec: Codec) -> None:
-        self.codec = codec
-        self.latents: list[Tensor] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.codec, name)
-
-    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
-        """The codec's."""
-        self.latents.append(latents.clone())
-        return self.codec.decode(latents, tiles=tiles)

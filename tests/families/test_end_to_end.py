@@ -3,9 +3,7 @@
 Every verb is called as a user calls it, in this process.
 """
 
-import dataclasses
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,15 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from tests.build import losses, saved
-from tests.families.row import KeepsLatents, Row
+from tests.families.row import Row
 from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
-from torch import Tensor
 
-from longtake import cli, config
+from longtake import config
 from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.run_dir import RunDirectory
-from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import load_sampler
 
 _STEPS = 4
@@ -48,32 +44,19 @@ _SETTINGS = (
 )
 
 
-@pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Calls a verb of longtake in a folder of its own; it must succeed."""
-    monkeypatch.chdir(tmp_path)
-
-    def called(*arguments: object) -> None:
-        monkeypatch.setattr(sys, "argv", ["longtake", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code
-
-    return called
-
-
 @pytest.mark.slow
 def test_from_a_release_to_a_pipeline_of_diffusers(
-    tiny: Tiny, call: Callable[..., None], tmp_path: Path
+    tiny: Tiny, call_longtake: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A run that is resumed at its middle ends bitwise as it did before."""
+    monkeypatch.chdir(tmp_path)
     row = tiny.row
-    call("init", tiny.folder / "release", "--data", "clips", "--out", "mine.toml")
+    call_longtake("init", tiny.folder / "release", "--data", "clips", "--out", "mine.toml")
     _write_clips(row, config.load(Path("mine.toml")).data.fps or 16.0)
     index([Path("clips")], captions=None, out=Path("catalogs/clips.parquet"), workers=0)
     name_optional_pictures(row, Path("mine.toml"))
     settings = [each for key in _settings(tiny) for each in ("--set", key)]
-    call("train", "mine.toml", *settings)
+    call_longtake("train", "mine.toml", *settings)
     run = RunDirectory(Path("runs/mine").resolve())
     assert run.evaluation_path("tiny", _STEPS).is_dir()
     at_once, trained = losses(run.recipe()), _saved(run)
@@ -81,39 +64,22 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
 
     shutil.rmtree(run.checkpoint_path(_STEPS))  # as if it had been killed
     run.metrics_path.unlink()
-    call("train", "mine.toml", *settings)
+    call_longtake("train", "mine.toml", *settings)
     assert losses(run.recipe()) == at_once[_STEPS // 2 :]
     torch.testing.assert_close(_saved(run), trained, rtol=0, atol=0)
 
-    call("export", "runs/mine", "--out", "exported")
+    call_longtake("export", "runs/mine", "--out", "exported")
     released, expected = (
         tiny.steps(pipeline, 2, row.guidance, LONG)[-1].after
         for pipeline in (tiny.released, tiny.pipeline(tmp_path / "exported"))
     )
-    found = tiny.made_of(_sampled(tiny, run))
+    found = tiny.sampled(load_sampler(run.path, device="cpu"), 2)
     assert relative(found, expected) <= 1e-5
     assert relative(found, released) > 1e-4
 
 
 def _saved(run: RunDirectory) -> list[dict[str, Any]]:
     return [saved(run.recipe(), _STEPS, name) for name in ("model", "ema/main", "optimizer")]
-
-
-def _sampled(tiny: Tiny, run: RunDirectory) -> Tensor:
-    """Latents, by longtake."""
-    sampler = load_sampler(run.path, device="cpu")
-    codec = KeepsLatents(sampler.components.codec)
-    parts = dataclasses.replace(sampler.components, codec=codec)
-    sampler = dataclasses.replace(sampler, components=parts)
-    settings, bucket = settings_for(
-        sampler.recipe,
-        num_inference_steps=2,
-        solver=tiny.row.solver,
-        guidance_scale=tiny.row.guidance,
-        guidance_scale_2=tiny.row.guidance_2,
-    )
-    sampler.sample([Request(LONG, 3, tiny.pictures(0))], settings, bucket)
-    return codec.latents[0]
 
 
 def _write_clips(row: Row, fps: float) -> None:

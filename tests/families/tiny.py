@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from tests.build import fill_lora
 from tests.families.row import Asked, Row
+from tests.models.tiny import make_recipe
+from tests.sampling.build import make_sampler, sample_latents
 from torch import Tensor
 
 from longtake import config
 from longtake.config import Quantization, Recipe, TrainableSection
 from longtake.models.base import Conditioning, latent_shape
-from longtake.models.components import Components, assemble
+from longtake.models.components import Components
 from longtake.models.objective import FlowBatch, flow_losses
 from longtake.models.quantized import quantize_linears
 from longtake.models.trainable import make_trainable
@@ -71,32 +74,21 @@ class Tiny:
         return self.made()
 
     def recipe(self, **sections: Any) -> Recipe:
-        release, (frames, height, width) = str(self.folder / "release"), self.row.bucket
         picture = {"kind": "picture", "path": "../{stem}.png"}
-        values: dict[str, Any] = {
-            "out": str(self.folder / "run"),
-            "data": {
-                "catalog": "none.parquet",
-                "buckets": [{"num_frames": frames, "height": height, "width": width}],
-                "conditioning": dict.fromkeys(self.row.pictures, picture),
-            },
-            "model": {"family": self.row.family, "pretrained": release},
-            "codec": {"kind": "autoencoder", "pretrained": release},
-            "training": {"steps": 1, "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
+        merged: dict[str, Any] = {
+            "data": {"conditioning": dict.fromkeys(self.row.pictures, picture)}
         }
-        text = {"kind": "transformers", "pretrained": release, "dtype": "fp32"}
-        for name, keys in {"text": text, **self.row.keys, **sections}.items():
-            values[name] = values.get(name, {}) | keys
-        values["text"] = text | values["text"]
-        return config.parse(values, source="test")
+        for name, keys in (*self.row.keys.items(), *sections.items()):
+            merged[name] = merged.get(name, {}) | keys
+        return make_recipe(self.row.family, self.row.bucket, self.folder / "release", **merged)
 
     def made(self, **sections: Any) -> Sampler:
         recipe = self.recipe(**sections)
-        parts = assemble(recipe, (), None)
-        parts.model.eval()
-        if parts.experts is not None:
-            parts = load_other(recipe, parts, torch.device("cpu"))
-        return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+        sampler = make_sampler(recipe)
+        if sampler.components.experts is None:
+            return sampler
+        parts = load_other(recipe, sampler.components, torch.device("cpu"))
+        return dataclasses.replace(sampler, components=parts)
 
     def training(
         self, trainable: TrainableSection, quantize: Quantization | None = None
@@ -109,10 +101,7 @@ class Tiny:
             for block in parts.family.blocks(model):
                 quantize_linears(block, quantize)
         make_trainable(model, parts.family, trainable, parts.codec.channels)
-        generator = torch.Generator().manual_seed(5)
-        for name, weight in model.named_parameters():
-            if "lora_" in name:
-                weight.data = torch.randn(weight.shape, generator=generator) / 8
+        fill_lora(model)
         return dataclasses.replace(parts, model=model)
 
     def batch(self) -> FlowBatch:
@@ -156,9 +145,7 @@ class Tiny:
         pictures = {
             name: Image.open(path).convert("RGB") for name, path in self.pictures(0).items()
         }
-        asked = Asked(
-            pipeline, prompt, self.noise(3), frames, height, width, num_steps, scale, pictures
-        )
+        asked = Asked(pipeline, prompt, self.noise(3), frames, height, width, scale, pictures)
         own, found = pipeline.scheduler.step, list[Step]()
 
         def step(velocity: Tensor, time: Tensor, noisy: Tensor, *args: Any, **options: Any) -> Any:
@@ -179,6 +166,18 @@ class Tiny:
         if self.row.returns_latents:
             found[-1] = found[-1]._replace(after=result)
         return found
+
+    def sampled(self, sampler: Sampler, num_steps: int) -> Tensor:
+        """Latents, by the scheduler of the release's pipeline and at its guidance."""
+        latents = sample_latents(
+            sampler,
+            Request(LONG, 3, self.pictures(0)),
+            num_inference_steps=num_steps,
+            solver=self.row.solver,
+            guidance_scale=self.row.guidance,
+            guidance_scale_2=self.row.guidance_2,
+        )
+        return self.made_of(latents)
 
     @torch.no_grad()
     def velocity(self, sampler: Sampler, step: Step, prompt: str) -> Tensor:

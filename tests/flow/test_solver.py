@@ -88,12 +88,6 @@ def test_sigmas_the_model_is_asked_for(solver: SolverName, num_velocities: int) 
     assert sorted(set(asked), reverse=True) == sigmas[:-1]
 
 
-def test_progress_is_told_after_each_step() -> None:
-    done: list[int] = []
-    integrate(_gaussian_velocity, _noise(1), build_sigmas(3), on_step=done.append)
-    assert done == [1, 2, 3]
-
-
 def test_half_precision_noise_is_integrated_in_fp32() -> None:
     noise = _noise(8).bfloat16()
     found = integrate(_gaussian_velocity, noise, build_sigmas(50))

@@ -5,7 +5,6 @@ import gc
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,7 +264,6 @@ def test_blocks_are_found_by_their_names_in_the_model() -> None:
         block_names(model, _FAMILY, ["*", "block.1"], "some.blocks")
 
 
-_ROOT = Path(__file__).resolve().parents[2]
 _POSE = "examples.modules.pose_adapter:PoseAdapter"
 
 
@@ -273,32 +271,26 @@ def _build(module: str, name: str = "own", **options: Any) -> nn.Module:
     return build_module(name, ModuleSection(module=module, options=options), 24, ["blocks.0"], 4)
 
 
-def test_it_is_built_with_the_arguments_that_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(_ROOT)
+@pytest.mark.usefixtures("at_root")
+def test_it_is_built_with_the_arguments_that_it_names() -> None:
     module = _build(_POSE, hidden_size=8)
     assert module.state_dict()["read.0.weight"].shape == (8, 16)
     style = _build("examples.modules.style_residual:StyleResidual", rank=3)  # no latent_channels
     assert style.state_dict()["down.0.weight"].shape == (3, 24)
 
 
+@pytest.mark.usefixtures("at_root")
 @pytest.mark.parametrize(
     ("module", "options", "message"),
     [
         (_POSE, {"hidden": 8}, r"options\.hidden is not an option of PoseAdapter; .*hidden_size"),
         (_POSE, {"width": 8}, r"options\.width is not an option of PoseAdapter"),
-        (
-            _POSE,
-            {"hidden_size": "8"},
-            r"modules\.own\.options does not fit PoseAdapter\. TypeError",
-        ),
+        (_POSE, {"hidden_size": "8"}, r"modules\.own\.options does not fit PoseAdapter\. TypeErr"),
         (_POSE, {"name": "values"}, r"modules\.values: PyTorch's modules have an attribute values"),
         ("collections.abc:Sized", {}, r"'collections\.abc:Sized' is not a torch\.nn\.Module"),
         ("torch.nn:Linear", {}, r"no method around\(self, block, call, inputs\).* See AddedModule"),
     ],
 )
-def test_what_is_wrong_with_it_is_said(
-    monkeypatch: pytest.MonkeyPatch, module: str, options: dict[str, Any], message: str
-) -> None:
-    monkeypatch.chdir(_ROOT)
+def test_what_is_wrong_with_it_is_said(module: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError, match=message):
         _build(module, **options)

@@ -1,6 +1,5 @@
 """What every family promises, and that the base class carries others than those there are."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,30 +10,19 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from tests.models.tiny import CLIP, FLUX, T5, WAN
+from tests.models.tiny import FLUX, TEXT, TWO_TEXTS, WAN, write_configs
 from torch import Tensor, nn
 
-from longtake.config import ModelSection, PooledSection, TextSection
+from longtake.config import ModelSection, TextSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
 from longtake.models.added_module import BlockCall, attach, condition
 from longtake.models.base import BlockInputs, Defaults, Family, LatentShape, family
-from longtake.models.diffusers_family import (
-    share_attention,
-)
+from longtake.models.diffusers_family import share_attention
 from longtake.models.numerics import keep_weights_in
 from longtake.models.text import outline_text
 
-_ENCODERS = {
-    "tubelet": TextSection(max_tokens=4),
-    "wan": TextSection(kind="transformers", config=T5, max_tokens=4),
-    "flux": TextSection(
-        kind="transformers",
-        config=T5,
-        max_tokens=4,
-        pooled=PooledSection(config=CLIP),
-    ),
-}
+_ENCODERS = {"tubelet": TextSection(max_tokens=4), "wan": TEXT, "flux": TWO_TEXTS}
 _MODELS: dict[str, dict[str, Any]] = {
     "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2, "patch_size": [1, 2, 2]},
     "wan": WAN,
@@ -53,7 +41,6 @@ _NAMES = ["tubelet", "wan", "flux", "flux_kontext"]
 class _Built(NamedTuple):
     family: Family
     model: nn.Module
-    name: str
 
     def velocity(self) -> Tensor:
         noisy = torch.linspace(-1, 1, 72).view(1, *_SHAPE)
@@ -62,16 +49,15 @@ class _Built(NamedTuple):
         return self.family.predict_velocity(self.model, noisy, sigmas, dict(_CONDITIONING))
 
 
-def _build(name: str, *, weights: bool = True) -> _Built:
+def _build(name: str) -> _Built:
     torch.manual_seed(0)
     chosen, kind = family(name), name.removesuffix("_kontext")
     section = ModelSection(family=name, config=_MODELS[kind])
-    text = outline_text(_ENCODERS[kind], chosen)
-    model = chosen.build(section, [_SHAPE], text, weights=weights)
+    model = chosen.build(section, [_SHAPE], outline_text(_ENCODERS[kind], chosen))
     for parameter in model.parameters():
-        if weights and not parameter.any():
+        if not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
-    return _Built(chosen, model, name)
+    return _Built(chosen, model)
 
 
 @pytest.mark.parametrize("name", _NAMES)
@@ -162,18 +148,6 @@ def test_lora_targets_name_linear_layers_of_every_block(name: str) -> None:
         assert any(key.endswith(target) for key in every)
 
 
-@pytest.mark.parametrize("name", _NAMES)
-def test_an_outline_is_the_same_model_without_its_values(name: str) -> None:
-    real, outline = _build(name).model, _build(name, weights=False).model
-
-    def shapes(model: nn.Module) -> dict[str, Any]:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        return {key: (tensor.shape, tensor.dtype) for key, tensor in tensors}
-
-    assert shapes(outline) == shapes(real)
-    assert {parameter.device.type for parameter in outline.parameters()} == {"meta"}
-
-
 @pytest.mark.parametrize(
     ("name", "hint"), [("wann", r"did you mean wan\?"), ("qqq", r"no name is near\.")]
 )
@@ -249,16 +223,6 @@ _UNIPC = {
 }
 
 
-def _folder(folder: Path, scheduler: dict[str, Any], **config: Any) -> str:
-    for name, values in {
-        "transformer/config.json": config,
-        "scheduler/scheduler_config.json": scheduler,
-    }.items():
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text(json.dumps(values))
-    return str(folder)
-
-
 @pytest.mark.parametrize(
     ("name", "scheduler", "guidance_embeds", "expected"),
     [
@@ -278,7 +242,8 @@ def test_defaults_are_those_of_the_release(
 ) -> None:
     """FLUX.1-schnell is told from a model that is not distilled by its scheduler."""
     config = {} if guidance_embeds is None else {"guidance_embeds": guidance_embeds}
-    section = ModelSection(family=name, pretrained=_folder(tmp_path, scheduler, **config))
+    release = {"scheduler/scheduler_config.json": scheduler, "transformer/config.json": config}
+    section = ModelSection(family=name, pretrained=write_configs(tmp_path, release))
     assert family(name).defaults(section) == expected
 
 

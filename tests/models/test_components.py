@@ -1,6 +1,5 @@
 """A recipe's parts: one seed, one model, a plan of it before, and what does not fit refused."""
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from tests.models.tiny import KONTEXT
+from tests.build import TINY_WAN
+from tests.models.tiny import KONTEXT, write_configs
 from torch import Tensor, nn
 
 from longtake import config
@@ -27,7 +27,7 @@ from longtake.models.components import (
     text_section,
     with_exact_weights,
 )
-from longtake.models.conditioning import outline_conditioning, training_conditioning
+from longtake.models.conditioning import training_conditioning
 from longtake.models.numerics import Precision, count_weights
 from longtake.models.objective import FlowBatch, flow_losses, forward_flops
 from longtake.models.pretrained import quiet
@@ -93,7 +93,7 @@ def test_an_outline_is_what_will_be_trained(values: Any, kind: str, dtype: str) 
     recipe = _recipe(values, model=model, trainable={"kind": kind})
 
     def facts(parts: Components) -> dict[str, Any]:
-        named = parts.model.named_parameters()
+        named = [*parts.model.named_parameters(), *parts.model.named_buffers()]
         return {name: (each.shape, each.dtype, each.requires_grad) for name, each in named}
 
     planned = outline(recipe)
@@ -128,22 +128,6 @@ def test_blocks_are_quantised_as_the_plan_chose_when_the_run_began(
     assert count_weights(parts.model) == count_weights(exact)
     layer, same = (each.get_submodule(next(iter(quantised))) for each in (parts.model, exact))
     torch.testing.assert_close(layer.weight, same.weight, rtol=0, atol=2e-3)
-
-
-def test_an_outline_predicts_shapes() -> None:
-    """Enough to trace a step by; batch size and references are the recipe's."""
-    parts, recipe = outline(_recipe()), _recipe()
-    shape = latent_shape(parts.codec, recipe.data.buckets[0])
-    told = outline_conditioning(parts, recipe, recipe.data.buckets[0], batch_size=2)
-    assert {name: tuple(value.shape) for name, value in told.items()} == {
-        "prompt_embeds": (2, 8, 12),
-        "pooled_prompt_embeds": (2, 10),
-        "reference_latents": (2, 4, 1, 8, 12),
-        "guidance": (2,),
-    }
-    noisy = torch.empty(2, *shape, device="meta")
-    velocity = parts.predict_velocity(noisy, torch.empty(2, device="meta"), told)
-    assert velocity.shape == noisy.shape
 
 
 def test_only_a_distilled_model_is_told_a_guidance_scale() -> None:
@@ -225,58 +209,38 @@ def test_flops_count_the_references_tokens() -> None:
 def test_a_release_of_another_family_is_refused(
     build: Callable[[Recipe], object], tmp_path: Path
 ) -> None:
-    (tmp_path / "transformer").mkdir()
-    config = tmp_path / "transformer" / "config.json"
-    config.write_text('{"_class_name": "FluxTransformer2DModel"}')
-    recipe = _recipe(model={"family": "wan", "pretrained": str(tmp_path)})
+    config = {"transformer/config.json": {"_class_name": "FluxTransformer2DModel"}}
+    recipe = _recipe(model={"family": "wan", "pretrained": write_configs(tmp_path, config)})
     with pytest.raises(ModelError, match=r'is FLUX\.1: set model\.family = "flux"; it is "wan"'):
         build(recipe)
+
+
+def _buckets(height: int, width: int, num_frames: int = 1) -> dict[str, Any]:
+    return {"buckets": [{"num_frames": num_frames, "height": height, "width": width}]}
+
+
+def _inputs(**conditioning: dict[str, Any]) -> dict[str, Any]:
+    return {"data": {"conditioning": conditioning}}
 
 
 @pytest.mark.parametrize("build", [outline, lambda recipe: assemble(recipe, _CAPTIONS, None)])
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
+        (_inputs(pose=_PICTURE), r"flux_kontext needs a reference image named ref.*\.reference = "),
         (
-            {"data": {"conditioning": {"pose": _PICTURE}}},
-            r"flux_kontext needs a reference image named ref.* data\.conditioning\.reference = ",
+            _inputs(reference=_PICTURE, pose=_PICTURE),
+            "pose, .* not used: .* flux_kontext takes ref",
         ),
-        (
-            {"data": {"conditioning": {"reference": _PICTURE, "pose": _PICTURE}}},
-            r"has pose, which would be read and then not used: the family flux_kontext takes refer",
-        ),
-        (
-            {"data": {"conditioning": {"reference": _PICTURE | {"encode": False}}}},
-            r"needs a reference image named reference .* data\.conditioning has it with encode = f",
-        ),
-        (
-            {"data": {"conditioning": {"reference": _PICTURE | {"kind": "mask"}}}},
-            r"needs a reference image named reference .* data\.conditioning has it as \"mask\"",
-        ),
-        (
-            {"model": {"family": "flux"}},
-            r"has reference, which would be read .* family flux takes no image, and there are no",
-        ),
-        (
-            {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 23}]}},
-            r"codec and model want .* divisible by 4\. The nearest that fits is 1 frame of 24x16",
-        ),
-        (
-            {"data": {"buckets": [{"num_frames": 1, "height": 16, "width": 22}]}},
-            r"1 frame of 22x16 cannot .* by 4\. The nearest that fits is 1 frame of 24x16",
-        ),
-        (
-            {"data": {"buckets": [{"num_frames": 9, "height": 16, "width": 24}]}},
-            r"FLUX Kontext makes images, not videos, but a bucket has 9 frames\. Set num_fr",
-        ),
-        (
-            {"trainable": {"kind": "lora", "targets": ["to_qq"]}},
-            r"trainable\.targets: 'to_qq' matches no linear layer",
-        ),
-        (
-            {"model": {"family": "fluxx"}},
-            r"model\.family 'fluxx' is unknown; did you mean flux or flux2\?",
-        ),
+        (_inputs(reference=_PICTURE | {"encode": False}), "named reference .* it with encode = f"),
+        (_inputs(reference=_PICTURE | {"kind": "mask"}), 'named reference .* has it as "mask"'),
+        ({"model": {"family": "flux"}}, "has reference, .* flux takes no image, and there are no"),
+        ({"data": _buckets(16, 23)}, r"codec and model want .* divisible by 4\. The .* of 24x16"),
+        ({"data": {"stages": [{"name": "large", **_buckets(16, 23)}]}}, r"divisible by 4\. The ne"),
+        ({"data": _buckets(16, 22)}, r"1 frame of 22x16 .* by 4\. The nearest .* 1 frame of 24x16"),
+        ({"data": _buckets(16, 24, 9)}, r"not videos, but a bucket has 9 frames\. Set num_frames"),
+        ({"trainable": {"kind": "lora", "targets": ["to_qq"]}}, "'to_qq' matches no linear layer"),
+        ({"model": {"family": "fluxx"}}, r"'fluxx' is unknown; did you mean flux or flux2\?"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_alike_in_plan_and_run(
@@ -328,12 +292,6 @@ def test_a_transformer_of_ones_own_takes_the_place_of_diffusers(
         outline(with_class("Other", _TUBELET))
 
 
-def test_buckets_of_stages_are_checked_too() -> None:
-    stage = {"name": "large", "buckets": [{"num_frames": 1, "height": 16, "width": 23}]}
-    with pytest.raises(RecipeError, match=r"divisible by 4\. The nearest"):
-        outline(_recipe(data={"stages": [stage]}))
-
-
 @pytest.mark.parametrize(
     ("width", "height", "nearest"),
     [(1000, 1000, "992x992"), (1020, 1000, "1024x992"), (1023, 1024, "1024x1024")],
@@ -344,13 +302,10 @@ def test_the_nearest_bucket_is_one_that_codec_and_model_take(
     """Said in pixels, at once, also where the codec alone would take it."""
     like_flux = KONTEXT["codec"]["config"] | {"block_out_channels": [4, 4, 4, 4]}
     codec = KONTEXT["codec"] | {"config": like_flux}
-
-    def buckets(width: int, height: int) -> dict[str, Any]:
-        return {"buckets": [{"num_frames": 1, "height": height, "width": width}]}
-
     with pytest.raises(RecipeError, match=f"divisible by 16.* nearest .* 1 frame of {nearest}.$"):
-        outline(_recipe(data=buckets(width, height), codec=codec))
-    outline(_recipe(data=buckets(*map(int, nearest.split("x"))), codec=codec))
+        outline(_recipe(data=_buckets(height, width), codec=codec))
+    fitting_width, fitting_height = map(int, nearest.split("x"))
+    outline(_recipe(data=_buckets(fitting_height, fitting_width), codec=codec))
 
 
 _HEADS = "model.config={hidden_size=48, num_blocks=1, num_heads=4}"
@@ -378,51 +333,25 @@ def test_more_ranks_than_tokens_are_refused(small_recipe: Callable[..., Recipe])
         refuse_sharing(outline(recipe), recipe)
 
 
-def _schnell(folder: Path) -> str:
-    for name, values in {
-        "transformer/config.json": {"guidance_embeds": False},
-        "scheduler/scheduler_config.json": {"use_dynamic_shifting": False, "shift": 1.0},
-    }.items():
-        (folder / name).parent.mkdir(parents=True)
-        (folder / name).write_text(json.dumps(values))
-    return str(folder)
-
-
 def test_captions_are_as_long_as_the_release_expects(tmp_path: Path) -> None:
     """512 tokens for a pretrained encoder, 256 for schnell, 64 for an encoder from scratch."""
-    schnell = _schnell(tmp_path)
-    wan = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
-    found = {
-        (model, text): text_section(_with_text(name, model, text)).num_tokens()
-        for name, model, text in (
-            ("wan", wan, wan),
-            ("flux", schnell, schnell),
-            ("flux", schnell, None),
-            ("wan", None, wan),
-        )
-    }
-    assert list(found.values()) == [512, 256, 64, 512]
-    assert text_section(_with_text("wan", wan, wan, max_tokens=100)).num_tokens() == 100
+    scheduler = {"use_dynamic_shifting": False, "shift": 1.0}
+    model = {"guidance_embeds": False}
+    release = {"transformer/config.json": model, "scheduler/scheduler_config.json": scheduler}
+    schnell, wan = write_configs(tmp_path, release), "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 
+    def length(family: str, model: str | None, text: str | None, **changes: Any) -> int:
+        sections = {
+            "model": {"family": family, "pretrained": model},
+            "text": {"kind": "transformers", "pretrained": text, **changes},
+        }
+        return text_section(config.parse(_TUBELET | sections, "test")).num_tokens()
 
-def _with_text(name: str, model: str | None, text: str | None, **changes: Any) -> Recipe:
-    values = {
-        "out": "run",
-        "data": {"catalog": "c.parquet", "buckets": [{"num_frames": 1, "height": 16, "width": 16}]},
-        "model": {"family": name, "pretrained": model},
-        "text": {"kind": "transformers", "pretrained": text, **changes},
-        "training": {"steps": 1, "global_batch_size": 1},
-    }
-    return config.parse(values, "test")
-
-
-_WAN = (
-    "data.buckets=[{num_frames=5, height=32, width=32}]",
-    "model.family=wan",
-    "model.config={num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=16}",
-    "text.kind=transformers",
-    "text.config={d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2}",
-)
+    assert length("wan", wan, wan) == 512
+    assert length("flux", schnell, schnell) == 256
+    assert length("flux", schnell, None) == 64
+    assert length("wan", None, wan) == 512
+    assert length("wan", wan, wan, max_tokens=100) == 100
 
 
 def _asked(parts: Components, recipe: Recipe) -> FlowBatch:
@@ -438,7 +367,7 @@ def test_weights_in_bf16_are_not_cast_again(
     dtype: str, is_cast: bool, small_recipe: Callable[..., Recipe]
 ) -> None:
     """Wan's first weight stays in fp32 all the same: what most of them are in decides."""
-    recipe = small_recipe(*_WAN, f"model.dtype={dtype}")
+    recipe = small_recipe(*TINY_WAN, f"model.dtype={dtype}")
     parts = assemble(recipe, ["a red ball"], None)
     assert next(parts.model.parameters()).dtype == torch.float32
     examples = _asked(parts, recipe)

@@ -1,17 +1,15 @@
 """Models without weights, and weights that come later: the same as if they came at once."""
 
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
-import huggingface_hub
 import pytest
 import torch
 from diffusers import AutoencoderKLWan, FluxTransformer2DModel, WanTransformer3DModel
-from tests.models.tiny import WAN
+from tests.models.tiny import CLIP, FLUX, KL, T5, WAN, make_recipe, write_configs
 from torch import nn
 from transformers import CLIPTextModel, T5EncoderModel, UMT5EncoderModel
 
@@ -28,7 +26,7 @@ from longtake.models.deferred_init import (
     parameters_on_meta,
     record,
 )
-from longtake.models.numerics import keep_weights_in, main_dtype
+from longtake.models.numerics import keep_weights_in
 
 _FLUX = "black-forest-labs/FLUX.1-dev"
 _KONTEXT = "black-forest-labs/FLUX.1-Kontext-dev"
@@ -36,7 +34,7 @@ _SMALL_WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
 _LARGE_WAN = "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 _FITTED = {"in_channels": 4, "out_channels": 4}
 _CPU = torch.device("cpu")
-_SIZE = WAN | {"text_dim": 16, **_FITTED}
+_SIZE = WAN | {"text_dim": T5["d_model"], **_FITTED}
 
 
 def _wan(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
@@ -49,13 +47,6 @@ def _wan(folder: Path, dtype: torch.dtype = torch.float32, **how: Any) -> Any:
 
 def _section(where: object, **keys: Any) -> ModelSection:
     return ModelSection(family="wan", pretrained=str(where), **keys)
-
-
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A hub that refuses every connection, and an empty folder as its cache."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 @pytest.mark.parametrize(
@@ -83,15 +74,15 @@ def test_shipped_models_have_as_many_parameters_as_the_released(
 
 
 def test_an_outline_has_the_dtype_that_the_weights_are_stored_in() -> None:
-    encoders = {_KONTEXT: (T5EncoderModel, "text_encoder_2"), _SMALL_WAN: (UMT5EncoderModel, "")}
-    dtypes = {
-        where: {
-            weight.dtype
-            for weight in on_meta(encoder, where, subfolder or "text_encoder").parameters()
-        }
-        for where, (encoder, subfolder) in encoders.items()
-    }
-    assert dtypes == {_KONTEXT: {torch.bfloat16}, _SMALL_WAN: {torch.float32}}
+    """Also of what transformers would keep in fp32."""
+    encoders: tuple[tuple[Any, str, str, torch.dtype], ...] = (
+        (T5EncoderModel, _KONTEXT, "text_encoder_2", torch.bfloat16),
+        (UMT5EncoderModel, _SMALL_WAN, "text_encoder", torch.float32),
+    )
+    for encoder, where, subfolder, dtype in encoders:
+        model = on_meta(encoder, where, subfolder)
+        assert model._keep_in_fp32_modules
+        assert {weight.dtype for weight in model.parameters()} == {dtype}
 
 
 def test_a_local_folder_needs_its_config_alone(tmp_path: Path) -> None:
@@ -102,21 +93,6 @@ def test_a_local_folder_needs_its_config_alone(tmp_path: Path) -> None:
     outline = build_transformer(WanTransformer3DModel, _section(tmp_path), _FITTED, weights=False)
     shapes = {name: weight.shape for name, weight in outline.named_parameters()}
     assert shapes == {name: weight.shape for name, weight in model.named_parameters()}
-
-
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_pretrained_weights_come_in_the_recipes_dtype(
-    dtype: Any, stored: torch.dtype, tmp_path: Path
-) -> None:
-    """But for what a pipeline would keep in fp32; buffers of positions stay exact."""
-    _wan(tmp_path, stored)
-    section = _section(tmp_path, dtype=dtype)
-    model = build_transformer(WanTransformer3DModel, section, _FITTED, weights=True)
-    wanted = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
-    keep_weights_in(model, wanted)
-    assert main_dtype(model) == wanted
-    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}
 
 
 def test_wan_in_bf16_is_the_model_that_a_pipeline_runs(tmp_path: Path) -> None:
@@ -133,12 +109,7 @@ def test_wan_in_bf16_is_the_model_that_a_pipeline_runs(tmp_path: Path) -> None:
     for model in models:
         keep_weights_in(model, torch.bfloat16)
         assert {name: weight.dtype for name, weight in model.named_parameters()} == kept
-
-
-def test_text_encoders_are_not_kept_apart() -> None:
-    model = on_meta(T5EncoderModel, _KONTEXT, "text_encoder_2")
-    assert model._keep_in_fp32_modules
-    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+        assert {buffer.dtype for buffer in model.buffers()} == {torch.float32}  # of positions
 
 
 def test_loading_in_bf16_makes_no_copy_in_fp32(
@@ -163,17 +134,14 @@ def test_loading_in_bf16_makes_no_copy_in_fp32(
 def test_a_checkpoint_of_another_objective_is_refused(weights: bool, tmp_path: Path) -> None:
     """Its scheduler lies beside it; loaded or planned, it is looked at."""
     _wan(tmp_path)
-    folder = tmp_path / "scheduler"
-    folder.mkdir()
     config = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}
-    (folder / "scheduler_config.json").write_text(json.dumps(config))
+    write_configs(tmp_path, {"scheduler/scheduler_config.json": config})
     for where, subfolder in ((tmp_path, "transformer"), (tmp_path / "transformer", ".")):
         section = _section(where, subfolder=subfolder)
         with pytest.raises(ModelError, match=r"predicts a mixture .*DDIMScheduler, prediction_ty"):
             build_transformer(WanTransformer3DModel, section, _FITTED, weights=weights)
-    (folder / "scheduler_config.json").write_text(
-        json.dumps(config | {"prediction_type": "flow_prediction"})
-    )
+    config["prediction_type"] = "flow_prediction"
+    write_configs(tmp_path, {"scheduler/scheduler_config.json": config})
     build_transformer(WanTransformer3DModel, _section(tmp_path), _FITTED, weights=weights)
 
 
@@ -227,27 +195,15 @@ def test_weights_of_another_class_are_refused_too(tmp_path: Path) -> None:
 
 
 _CODEC = {"z_dim": 4, "latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}
-_ENCODER = {
-    "vocab_size": 256,
-    "d_model": 16,
-    "d_kv": 8,
-    "d_ff": 16,
-    "num_layers": 1,
-    "num_heads": 2,
-}
 
 
 def _cached_recipe(**sections: Any) -> Recipe:
     """Cached latents, so that neither codec nor text encoder is built with weights."""
-    values: dict[str, Any] = {
-        "out": "run",
-        "data": {"catalog": "c.parquet", "buckets": [{"num_frames": 5, "height": 16, "width": 16}]},
-        "model": {"family": "wan"},
+    parts: dict[str, Any] = {
         "codec": {"kind": "autoencoder", "config": _CODEC},
-        "text": {"kind": "transformers", "config": _ENCODER},
-        "training": {"steps": 1, "global_batch_size": 1},
+        "text": {"kind": "transformers", "config": T5},
     }
-    return config.parse(values | sections, "test")
+    return make_recipe("wan", (5, 16, 16), **parts | sections)
 
 
 def _assembled(recipe: Recipe, weights: Source = "here") -> Components:
@@ -284,11 +240,7 @@ def test_what_is_read_later_is_what_is_loaded_at_once(
         WanTransformer3DModel(**_SIZE).state_dict()
     )
     assert all(each.parameter.is_meta for each in later.unfilled.parameters)
-    expected, found = _values(at_once.model), _values(_filled(later))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
+    torch.testing.assert_close(_values(_filled(later)), _values(at_once.model), rtol=0, atol=0)
     wants = {name for name, each in later.model.named_parameters() if each.requires_grad}
     assert wants == {name for name, each in at_once.model.named_parameters() if each.requires_grad}
     assert dict(later.model.config) == dict(at_once.model.config)  # type: ignore[arg-type]
@@ -296,26 +248,21 @@ def test_what_is_read_later_is_what_is_loaded_at_once(
 
 _RANDOM: dict[str, dict[str, Any]] = {
     "wan": WAN,
-    "flux": {"num_layers": 1, "num_single_layers": 1, "num_attention_heads": 2}
-    | {"attention_head_dim": 16, "axes_dims_rope": [4, 6, 6]},
-    "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2},
+    "flux": FLUX,
+    "tubelet": {"hidden_size": 24, "num_blocks": 2, "num_heads": 2, "patch_size": [1, 4, 4]},
 }
 
 
-def _random_recipe(family: str, **trainable: Any) -> Recipe:
-    made = {"family": family, "config": _RANDOM[family]}
-    sections: dict[str, Any] = {"model": made, "trainable": trainable}
+def _random_recipe(family: str, dtype: str, trainable: dict[str, Any]) -> Recipe:
+    model = {"family": family, "config": _RANDOM[family], "dtype": dtype}
+    sections: dict[str, Any] = {"model": model, "trainable": trainable}
     if family == "flux":
-        sections["data"] = {"catalog": "c.parquet"}
-        sections["data"]["buckets"] = [{"num_frames": 1, "height": 32, "width": 32}]
-        small = {"hidden_size": 10, "intermediate_size": 10, "num_hidden_layers": 1}
-        pooled = {"config": small | {"num_attention_heads": 2}}
-        config = {name: _ENCODER[name] for name in _ENCODER if name != "vocab_size"}
-        sections["text"] = {"kind": "transformers", "config": config, "pooled": pooled}
-        sections["codec"] = {"kind": "autoencoder", "config": {"latent_channels": 4}}
+        picture = {"num_frames": 1, "height": 32, "width": 32}
+        sections["data"] = {"catalog": "c.parquet", "buckets": [picture]}
+        sections["text"] = {"kind": "transformers", "config": T5, "pooled": {"config": CLIP}}
+        sections["codec"] = {"kind": "autoencoder", "config": KL}
     if family == "tubelet":
         sections |= {"codec": {"kind": "pixels"}, "text": {"kind": "words"}}
-        made["config"] = _RANDOM[family] | {"patch_size": [1, 4, 4]}
     return _cached_recipe(**sections)
 
 
@@ -325,16 +272,11 @@ def _random_recipe(family: str, **trainable: Any) -> Recipe:
 def test_what_is_drawn_later_is_what_is_drawn_at_once(
     family: str, trainable: dict[str, Any], dtype: str
 ) -> None:
-    recipe = _random_recipe(family, **trainable)
-    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+    recipe = _random_recipe(family, dtype, trainable)
     at_once, later = _assembled(recipe), _assembled(recipe, "seed")
     assert len(later.unfilled.parameters) > 20
     torch.rand(3)  # what was drawn meanwhile changes nothing
-    expected, found = _values(at_once.model), _values(_filled(later))
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert torch.equal(found[name], value), name
+    torch.testing.assert_close(_values(_filled(later)), _values(at_once.model), rtol=0, atol=0)
 
 
 class _Drawing(nn.Module):
@@ -382,12 +324,11 @@ def _on_meta(module_class: type[nn.Module]) -> nn.Module:
 def test_a_constructor_is_run_again_parameter_by_parameter() -> None:
     torch.manual_seed(5)
     program = record(partial(_on_meta, _Drawing))
-    expected = _Drawing()
+    expected = {name: each.detach() for name, each in _Drawing().named_parameters()}
     assert program is not None
-    found = {name: torch.zeros_like(each) for name, each in expected.named_parameters()}
+    found = {name: torch.zeros_like(each) for name, each in expected.items()}
     program.run(found)
-    for name, each in expected.named_parameters():
-        assert torch.equal(found[name], each), name
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("module_class", [_Buffer, _Asking, _Reading])

@@ -1,7 +1,6 @@
 """What FLUX.2 adds to what each family promises: references, joint blocks, guidance, names."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,8 @@ import pytest
 import torch
 from PIL import Image
 from tests.families import release_flux2
-from torch import Tensor, nn
+from tests.families.own_module import Notes
+from torch import Tensor
 
 from longtake import config
 from longtake.config import TrainableSection
@@ -19,26 +19,12 @@ from longtake.flow.shift import ClipSize
 from longtake.flow.solver import integrate
 from longtake.flow.timesteps import build_sigmas
 from longtake.models import added_module, trainable
-from longtake.models.base import BlockInputs
 from longtake.models.codec import PatchedImageCodec, build_codec
 from longtake.models.flux2 import Flux2
 from longtake.models.text import build_text
 
 _SHAPE = (16, 1, 4, 6)  # latents of 96 x 64 pixels
 _WORDS = 7
-_PIPELINES = {"dev": diffusers.Flux2Pipeline, "klein": diffusers.Flux2KleinPipeline}
-
-
-def _pipeline(kind: str) -> Any:
-    torch.manual_seed(0)
-    pipeline_class: Any = _PIPELINES[kind]
-    transformer = release_flux2.transformer(guidance=kind == "dev")
-    pipeline = pipeline_class(
-        release_flux2.scheduler(), release_flux2.vae(), None, None, transformer
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    pipeline.transformer.eval()
-    return pipeline
 
 
 def _model() -> Any:
@@ -56,19 +42,21 @@ def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return torch.randn(2, *_SHAPE, generator=generator), torch.tensor([0.7, 0.7]), given
 
 
-@pytest.mark.parametrize("kind", ["dev", "klein"])
-@pytest.mark.parametrize("sizes", [(), ((64, 80), (96, 64))], ids=["text", "two references"])
 @torch.no_grad()
-def test_samples_are_the_pipelines(kind: str, sizes: tuple[tuple[int, int], ...]) -> None:
+def test_samples_by_several_references_are_the_pipelines() -> None:
     """In a batch, of which each sample has references of its own; the pipeline has one set."""
-    pipeline, family, steps = _pipeline(kind), Flux2(), 2
+    family, steps, guidance = Flux2(), 2, 4.0
+    pipeline = diffusers.Flux2Pipeline(
+        release_flux2.scheduler(), release_flux2.vae(), None, None, _model()
+    )
+    pipeline.set_progress_bar_config(disable=True)
     codec = PatchedImageCodec(pipeline.vae)
     noise, _, given = _inputs()
     del given["reference_latents"]
     generator = torch.Generator().manual_seed(2)
     pixels = [
         torch.randint(0, 256, (2, 3, 1, *size), generator=generator, dtype=torch.uint8)
-        for size in sizes
+        for size in ((64, 80), (96, 64))
     ]
     for name, each in zip(family.inputs.optional, pixels, strict=False):
         given[f"{name}_latents"] = torch.cat([codec.encode(each[:1]), codec.encode(each[1:])])
@@ -87,39 +75,21 @@ def test_samples_are_the_pipelines(kind: str, sizes: tuple[tuple[int, int], ...]
         images = [Image.fromarray(each[row, :, 0].permute(1, 2, 0).numpy()) for each in pixels]
         expected = pipeline(
             prompt_embeds=given["prompt_embeds"][row : row + 1],
-            image=images or None,
+            image=images,
             latents=noise[row : row + 1, :, 0],
             height=64,
             width=96,
             num_inference_steps=steps,
-            guidance_scale=4.0 if kind == "dev" else 1.0,
+            guidance_scale=guidance,
             output_type="latent",
         ).images
-        if kind == "dev":
-            expected = expected.mT.unflatten(2, _SHAPE[2:])
-        else:  # in the scale of its autoencoder
-            expected = codec._normalized(expected)
+        expected = expected.mT.unflatten(2, _SHAPE[2:])
         torch.testing.assert_close(found[row : row + 1, :, 0], expected, atol=2e-5, rtol=1e-5)
-
-
-class Counting(nn.Module):
-    """Writes down how many tokens blocks have, and adds a weight of its own to them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(()))
-        self.seen: dict[str, tuple[int, int | None]] = {}
-
-    def around(self, block: str, call: added_module.BlockCall, inputs: BlockInputs) -> BlockInputs:
-        after = call(inputs)
-        text = None if after.text is None else after.text.shape[1]
-        self.seen[block] = (after.tokens.shape[1], text)
-        return replace(after, tokens=after.tokens + self.weight)
 
 
 def test_modules_run_around_blocks_of_two_streams_and_of_one() -> None:
     """A single block's tokens are the text's and the images'; gradients come from all blocks."""
-    model, family, module = _model(), Flux2(), Counting()
+    model, family, module = _model(), Flux2(), Notes()
     noisy, sigmas, given = _inputs()
     with torch.no_grad():
         expected = family.predict_velocity(model, noisy, sigmas, given)
@@ -129,7 +99,11 @@ def test_modules_run_around_blocks_of_two_streams_and_of_one() -> None:
     found = family.predict_velocity(model, noisy, sigmas, given)
     images = 4 * 6 + 2 * 3
     assert torch.equal(found, expected)
-    assert list(module.seen.values()) == [(images, _WORDS)] * 2 + [(_WORDS + images, None)] * 2
+    seen = [
+        (each.tokens.shape[1], None if each.text is None else each.text.shape[1])
+        for each in module.seen
+    ]
+    assert seen == [(images, _WORDS)] * 2 + [(_WORDS + images, None)] * 2
     torch.autograd.backward(found.square().mean())
     assert module.weight.grad
 

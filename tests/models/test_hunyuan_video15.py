@@ -1,6 +1,5 @@
 """HunyuanVideo 1.5: what its releases must be, what is not trained, and masks of its texts."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.families import release_hunyuan_video15 as release
+from tests.models.tiny import make_recipe, write_configs
 from torch import Tensor, nn
 
-from longtake import config
 from longtake.config import Bucket, CodecSection, ModelSection, TextSection
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.models.base import FAMILIES, Conditioning, LatentShape
@@ -122,15 +121,14 @@ def test_guidance_is_that_of_the_guider(tmp_path: Path) -> None:
     """At 1, of a release that is distilled for guidance, no caption is dropped."""
     release.transformer(task_type="t2v").save_config(tmp_path / "transformer")
     assert _FAMILY.defaults(_section(tmp_path)).guidance_scale == 6.0
-    file = tmp_path / "guider" / "guider_config.json"
-    file.parent.mkdir()
     plain: tuple[tuple[dict[str, Any], float, float], ...] = (
         ({"guidance_scale": 4.5}, 4.5, 0.1),
         ({"guidance_scale": 1.0}, 1.0, 0.0),
         ({"guidance_scale": 6.0, "enabled": False}, 1.0, 0.0),
     )
     for values, scale, dropout in plain:
-        file.write_text(json.dumps({"_class_name": "ClassifierFreeGuidance", **values}))
+        guider = {"_class_name": "ClassifierFreeGuidance", **values}
+        write_configs(tmp_path, {"guider/guider_config.json": guider})
         found = _FAMILY.defaults(_section(tmp_path))
         assert (found.guidance_scale, found.caption_dropout) == (scale, dropout)
     others: tuple[tuple[dict[str, Any], str], ...] = (
@@ -138,7 +136,7 @@ def test_guidance_is_that_of_the_guider(tmp_path: Path) -> None:
         ({"guidance_rescale": 0.7}, "has ClassifierFreeGuidance, guidance_rescale, by which"),
     )
     for values, said in others:
-        file.write_text(json.dumps(values))
+        write_configs(tmp_path, {"guider/guider_config.json": values})
         with pytest.raises(ModelError, match=said):
             _FAMILY.defaults(_section(tmp_path))
 
@@ -172,7 +170,7 @@ def test_encoders_of_another_task_or_family_are_refused(released: Path, tmp_path
             )
     release.language_model(release.tokenizer()).save_pretrained(tmp_path / "text_encoder")
     index = {"text_encoder": ["transformers", "Qwen2_5_VLTextModel"]}
-    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    write_configs(tmp_path, {"model_index.json": index})
     with pytest.raises(RecipeError, match="has no text_encoder_2, the ByT5 by which"):
         _FAMILY.build(_section(released / "t2v"), [_SHAPE], _text(tmp_path), weights=False)
     words = outline_text(TextSection(kind="words"), _FAMILY)
@@ -184,21 +182,18 @@ def test_encoders_of_another_task_or_family_are_refused(released: Path, tmp_path
 def test_a_release_is_recognised_with_the_size_of_its_pipeline(
     target: int, size: tuple[int, int], tmp_path: Path
 ) -> None:
-    file = tmp_path / "transformer" / "config.json"
-    file.parent.mkdir()
     values = {"_class_name": "HunyuanVideo15Transformer3DModel", "target_size": target}
-    file.write_text(json.dumps(values | {"task_type": "i2v"}))
-    for pipeline, task in (
-        ("HunyuanVideo15Pipeline", "text"),
-        ("HunyuanVideo15ImageToVideoPipeline", "first frame"),
-        (None, "first frame"),
+    model = values | {"task_type": "i2v"}
+    for index, task in (
+        ({"_class_name": "HunyuanVideo15Pipeline"}, "text"),
+        ({"_class_name": "HunyuanVideo15ImageToVideoPipeline"}, "first frame"),
+        ({}, "first frame"),
     ):
-        index = {"_class_name": pipeline} if pipeline else {}
-        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        write_configs(tmp_path, {"transformer/config.json": model, "model_index.json": index})
         kind = recognise(_section(tmp_path), FAMILIES)
         assert kind is not None
         assert (kind.task, kind.size, kind.fps) == (task, (121, *size), 24.0)
-    file.write_text(json.dumps(values | {"use_meanflow": True}))
+    write_configs(tmp_path, {"transformer/config.json": values | {"use_meanflow": True}})
     with pytest.raises(ModelError, match=r"1\.5 distilled to few steps by MeanFlow .*1\.5 of the"):
         recognise(_section(tmp_path), FAMILIES)
 
@@ -206,17 +201,8 @@ def test_a_release_is_recognised_with_the_size_of_its_pipeline(
 def test_cached_captions_are_those_of_both_encoders(released: Path, tmp_path: Path) -> None:
     """Pictures' encoders and captions' do not change each other's entries."""
     shutil.copytree(released / "i2v", tmp_path / "i2v")
-    values = {
-        "out": "run",
-        "data": {
-            "catalog": "none.parquet",
-            "buckets": [{"num_frames": 5, "height": 48, "width": 80}],
-        },
-        "model": {"family": "hunyuan_video15"},
-        "text": {"kind": "transformers", "pretrained": str(tmp_path / "i2v")},
-        "training": {"steps": 1, "global_batch_size": 1},
-    }
-    recipe = config.parse(values, source="test")
+    text = {"kind": "transformers", "pretrained": str(tmp_path / "i2v")}
+    recipe = make_recipe("hunyuan_video15", (5, 48, 80), text=text)
 
     def found() -> list[str]:
         return [of(recipe, tmp_path) for of in (text_fingerprint, inputs_fingerprint)]

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
-from tests.build import TINY_WAN, MakeRecipe
+from tests.build import TINY_WAN, MakeRecipe, fill_lora
 from torch import Tensor
 
 from longtake import config
@@ -31,11 +31,13 @@ _LORA = (*TINY_WAN, "trainable.kind=lora", "trainable.rank=4")
 
 def _trained(recipe: Recipe) -> Components:
     """A model whose LoRA does something."""
-    parts, generator = assemble(recipe, ["a b"], None), torch.Generator().manual_seed(5)
-    for name, weight in parts.model.named_parameters():
-        if "lora_" in name:
-            weight.data = torch.randn(weight.shape, generator=generator)
+    parts = assemble(recipe, ["a b"], None)
+    fill_lora(parts.model)
     return parts
+
+
+def _exported_state(recipe: Recipe) -> dict[str, Tensor]:
+    return {f"transformer.{k}": v for k, v in lora_state(_trained(recipe).model).items()}
 
 
 def _started(recipe: Recipe, file: Path) -> dict[str, Tensor]:
@@ -136,8 +138,7 @@ def test_lora_of_another_model_is_refused_by_name(
     small_recipe: MakeRecipe, tmp_path: Path, change: Any, expected: str
 ) -> None:
     recipe = small_recipe(*_LORA, "trainable.targets=['attn1.to_q', 'attn1.to_k']")
-    state = {f"transformer.{k}": v for k, v in lora_state(_trained(recipe).model).items()}
-    file = tmp_path / "other.safetensors"
+    state, file = _exported_state(recipe), tmp_path / "other.safetensors"
     save_file({name: value.contiguous() for name, value in change(state).items()}, file)
     meta = outline(recipe)
     with pytest.raises(RecipeError, match=expected):
@@ -216,39 +217,26 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-def _save_by_peft(model: Any, other: Any, folder: Path) -> None:
-    other.load_state_dict({f"base_model.model.{k}": v for k, v in model.state_dict().items()})
-    other.save_pretrained(str(folder))
-
-
-def _save_by_pipeline(model: Any, folder: Path) -> None:
-    metadata = model.peft_config["default"].to_dict()
-    weights = get_peft_model_state_dict(model)
-    diffusers.WanPipeline.save_lora_weights(
-        folder, transformer_lora_layers=weights, transformer_lora_adapter_metadata=metadata
-    )
-
-
-def _save_by_model(model: Any, folder: Path) -> None:
-    model.save_lora_adapter(folder)
-
-
 @pytest.mark.parametrize("kind", list(_SETTINGS))
 def test_files_of_peft_and_diffusers_begin_at_the_strength_that_peft_merges(
     small_recipe: MakeRecipe, tmp_path: Path, kind: str
 ) -> None:
     ours = "dora" if kind == "dora" else "lora"
     recipe = small_recipe(*TINY_WAN, f"trainable={{kind='{ours}', rank=8}}")
-    parts, generator = assemble(recipe, ["a b"], None), torch.Generator().manual_seed(5)
+    parts = assemble(recipe, ["a b"], None)
     settings = LoraConfig(r=8, target_modules=parts.family.block.lora_targets, **_SETTINGS[kind])
     theirs: Any = plain_copy(parts.model)
     theirs.add_adapter(settings)
-    for name, weight in theirs.named_parameters():
-        if ".lora_A." in name or ".lora_B." in name:
-            weight.data = torch.randn(weight.shape, generator=generator) / 6
-    _save_by_model(theirs, tmp_path / "model")
-    _save_by_pipeline(theirs, tmp_path / "pipeline")
-    _save_by_peft(theirs, get_peft_model(plain_copy(parts.model), settings), tmp_path / "peft")
+    fill_lora(theirs)
+    theirs.save_lora_adapter(tmp_path / "model")
+    diffusers.WanPipeline.save_lora_weights(
+        tmp_path / "pipeline",
+        transformer_lora_layers=get_peft_model_state_dict(theirs),
+        transformer_lora_adapter_metadata=theirs.peft_config["default"].to_dict(),
+    )
+    by_peft = get_peft_model(plain_copy(parts.model), settings)
+    by_peft.load_state_dict({f"base_model.model.{k}": v for k, v in theirs.state_dict().items()})
+    by_peft.save_pretrained(str(tmp_path / "peft"))
     merged = copy.deepcopy(theirs)
     for _, layer in adapter_layers(merged):
         layer.merge()
@@ -258,10 +246,6 @@ def test_files_of_peft_and_diffusers_begin_at_the_strength_that_peft_merges(
         for name, layer in adapter_layers(merged):
             expected = layer.get_base_layer().weight
             torch.testing.assert_close(found.get_submodule(name).weight, expected, msg=str(file))
-
-
-def _exported_state(recipe: Recipe) -> dict[str, Tensor]:
-    return {f"transformer.{k}": v for k, v in lora_state(_trained(recipe).model).items()}
 
 
 def test_what_a_file_says_of_its_strength_is_understood_or_refused_by_name(

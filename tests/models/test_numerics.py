@@ -180,18 +180,14 @@ def test_a_cpu_uses_bf16_if_it_has_instructions_for_it(
     assert choose_precision("bf16", _CPU) == "bf16"
 
 
-def _recorded(recipe: Recipe) -> list[str]:
-    launches = json.loads(RunDirectory(recipe.out).record_path.read_text())["launches"]
-    return [launch["precision"] for launch in launches]
-
-
 def test_all_ranks_must_have_bf16(
     small_recipe: Callable[..., Recipe], run_on_two_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
     recipe = small_recipe("training.steps=1", "training.precision=auto")
     (tmp_path / "launched.toml").write_text(config.dump(recipe))
     run_on_two_ranks(__file__, tmp_path / "launched.toml")
-    assert _recorded(recipe) == ["fp32"]
+    launches = json.loads(RunDirectory(recipe.out).record_path.read_text())["launches"]
+    assert [launch["precision"] for launch in launches] == ["fp32"]
 
 
 def test_a_models_dtype_is_that_of_most_of_its_weights() -> None:

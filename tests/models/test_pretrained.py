@@ -13,6 +13,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderKLWan
 from safetensors.torch import load_file, save_file
+from tests.models.tiny import T5, write_configs
 from transformers import UMT5Config, UMT5EncoderModel
 
 from longtake.config import Expert, ModelSection
@@ -99,14 +100,6 @@ def test_what_cannot_be_a_repository_is_not_looked_for_on_the_network(
         load_pretrained(AutoencoderKLWan, where, "vae")
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A hub that refuses every connection, and an empty folder as its cache."""
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def _downloaded(hub: Path) -> Path:
     """An empty snapshot of some/where in the hub's cache."""
     repository = hub / "models--some--where"
@@ -120,7 +113,7 @@ def _downloaded(hub: Path) -> Path:
 @pytest.mark.parametrize("is_offline", [True, False])
 def test_an_unreachable_hub_fails_in_seconds(
     is_offline: bool,
-    hub: Path,
+    no_hub: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -135,16 +128,15 @@ def test_an_unreachable_hub_fails_in_seconds(
     assert time.monotonic() - began < 60
     assert len(str(raised.value).splitlines()) == 1
     assert capfd.readouterr() == ("", "")
-    assert not list(hub.iterdir())
+    assert not list(no_hub.iterdir())
 
 
-def test_what_was_downloaded_before_needs_no_network(hub: Path) -> None:
-    snapshot, saved = _downloaded(hub), _autoencoder()
+def test_what_was_downloaded_before_needs_no_network(no_hub: Path) -> None:
+    snapshot, saved = _downloaded(no_hub), _autoencoder()
     saved.save_pretrained(snapshot / "vae")
     loaded = load_pretrained(AutoencoderKLWan, "some/where", "vae")
     assert torch.equal(loaded.quant_conv.weight, saved.quant_conv.weight)
-    (snapshot / "transformer").mkdir()
-    (snapshot / "transformer" / "config.json").write_text('{"num_attention_heads": 2}')
+    write_configs(snapshot, {"transformer/config.json": {"num_attention_heads": 2}})
     assert part_config("some/where", "transformer")["num_attention_heads"] == 2
 
 
@@ -206,8 +198,7 @@ def test_a_gated_repository_says_what_to_do(
 
 def test_an_encoder_whose_embedding_is_tied_counts_as_filled(tmp_path: Path) -> None:
     """Wan's release stores the shared embedding alone, with tie_word_embeddings off."""
-    config = UMT5Config(vocab_size=9, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    encoder = UMT5EncoderModel(config)
+    encoder = UMT5EncoderModel(UMT5Config(vocab_size=9, **T5))
     encoder.save_pretrained(tmp_path / "text_encoder")
     file = tmp_path / "text_encoder" / "config.json"
     file.write_text(file.read_text().replace('embeddings": true', 'embeddings": false'))
@@ -291,23 +282,22 @@ def test_class_and_folder_of_a_part_are_those_of_the_repositorys_index(
     expected: PipelinePart, index: dict[str, Any] | None, found: str, tmp_path: Path
 ) -> None:
     if index is not None:
-        (tmp_path / "model_index.json").write_text(json.dumps(index))
+        write_configs(tmp_path, {"model_index.json": index})
     part = find_part(str(tmp_path), expected)
     assert f"{part.class_name} {part.folder} {part.tokenizer}" == found
 
 
 @pytest.mark.parametrize("named", [["diffusers", "AutoencoderKLMagi"], ["diffusers", "os"]])
 def test_a_class_that_the_family_cannot_use_is_refused(named: list[str], tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text(json.dumps({"vae": named}))
-    with pytest.raises(
-        ModelError, match=f"names {named[1]} as its vae, but AutoencoderKLWan is ne"
-    ):
+    write_configs(tmp_path, {"model_index.json": {"vae": named}})
+    refused = f"names {named[1]} as its vae, but AutoencoderKLWan is ne"
+    with pytest.raises(ModelError, match=refused):
         find_part(str(tmp_path), Wan.frozen.codec)
 
 
-def test_parts_of_a_downloaded_repository_are_found_without_the_network(hub: Path) -> None:
-    named = {"autoencoder": ["diffusers", "AutoencoderKLWan"]}
-    (_downloaded(hub) / "model_index.json").write_text(json.dumps(named))
+def test_parts_of_a_downloaded_repository_are_found_without_the_network(no_hub: Path) -> None:
+    index = {"autoencoder": ["diffusers", "AutoencoderKLWan"]}
+    write_configs(_downloaded(no_hub), {"model_index.json": index})
     assert find_part("some/where", Wan.frozen.codec).folder == "autoencoder"
 
 
@@ -375,11 +365,7 @@ _PAIR = {"transformer_2": ["diffusers", "WanTransformer3DModel"]}
 @pytest.mark.parametrize(
     ("index", "expert", "message"),
     [
-        (
-            _PAIR | {"boundary_ratio": 0.875},
-            None,
-            r'ratio 0\.875\)\. Set model\.expert = "high" to ',
-        ),
+        (_PAIR | {"boundary_ratio": 0.875}, None, r"ratio 0\.875\)\. Set model\.expert = \"high\""),
         (_PAIR, "high", "has two transformers, but its model_index.json has no boundary_ratio: at"),
         (_PAIR | {"boundary_ratio": 1.5}, "low", "its model_index.json has boundary_ratio 1.5: at"),
         ({"boundary_ratio": 0.9}, "low", r"boundary_ratio \(0\.9\) .* names no transformer_2"),

@@ -252,12 +252,14 @@ def test_a_model_is_never_whole_while_it_is_read(kind: Quantization, tmp_path: P
     assert at_a_time < whole_bytes / 2
 
 
-@pytest.mark.parametrize("model_class", [FluxTransformer2DModel, WanTransformer3DModel])
-def test_every_layer_of_the_released_models_can_be_quantised(model_class: Any) -> None:
-    where = {
-        FluxTransformer2DModel: "black-forest-labs/FLUX.1-dev",
-        WanTransformer3DModel: "Wan-AI/Wan2.1-T2V-1.3B-Diffusers",
-    }[model_class]
+@pytest.mark.parametrize(
+    ("model_class", "where"),
+    [
+        (FluxTransformer2DModel, "black-forest-labs/FLUX.1-dev"),
+        (WanTransformer3DModel, "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"),
+    ],
+)
+def test_every_layer_of_the_released_models_can_be_quantised(model_class: Any, where: str) -> None:
     model = on_meta(model_class, where, "transformer").requires_grad_(False)
     quantize_linears(model, "nf4")
     assert not any(type(layer) is nn.Linear for layer in model.modules())

@@ -1,11 +1,11 @@
 """Releases are told by their files, and refused by name where no family trains them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
+from tests.models.tiny import write_configs
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError
@@ -16,6 +16,7 @@ _ALL = {kind.family for kind in KINDS}
 _WAN = {"_class_name": "WanTransformer3DModel", "in_channels": 16, "out_channels": 16}
 _FLUX = {"_class_name": "FluxTransformer2DModel", "in_channels": 64, "out_channels": None}
 _QWEN = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64, "out_channels": 16}
+_HUNYUAN = {"_class_name": "HunyuanVideo15Transformer3DModel"}
 _LTX = {"_class_name": "LTX2VideoTransformer3DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
@@ -23,15 +24,13 @@ _PAIR = ["diffusers", "WanTransformer3DModel"]
 def _release(
     folder: Path, pipeline: str | None, config: dict[str, Any], index: dict[str, Any]
 ) -> ModelSection:
-    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, Any] = {}
     if pipeline is not None:
-        text = json.dumps({"_class_name": pipeline, **index})
         name = "modular_model_index.json" if "Modular" in pipeline else "model_index.json"
-        (folder / name).write_text(text)
+        files[name] = {"_class_name": pipeline, **index}
     if config:
-        (folder / "transformer").mkdir()
-        (folder / "transformer" / "config.json").write_text(json.dumps(config))
-    return ModelSection(family="wan", pretrained=str(folder))
+        files["transformer/config.json"] = config
+    return ModelSection(family="wan", pretrained=write_configs(folder, files))
 
 
 _I2V = _WAN | {"in_channels": 36}
@@ -55,15 +54,9 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
         _QWEN,
         {},
         "qwen_image_edit_plus",
-        "Qwen-Image-Edit with several references",
+        "Edit with several references",
     ),
-    (
-        "HunyuanVideo15ImageToVideoPipeline",
-        {"_class_name": "HunyuanVideo15Transformer3DModel"},
-        {},
-        "hunyuan_video15",
-        "HunyuanVideo 1.5, from a first",
-    ),
+    ("HunyuanVideo15ImageToVideoPipeline", _HUNYUAN, {}, "hunyuan_video15", "1.5, from a first"),
     ("LTX2Pipeline", _LTX, {}, "ltx2", "LTX-2, from text"),
     ("LTX2Pipeline", _LTX | {"use_prompt_embeddings": False}, {}, "ltx2", "LTX-2.3, from text"),
     ("LTX2ImageToVideoPipeline", _LTX, {}, "ltx2", "LTX-2, from a first frame"),

@@ -27,7 +27,6 @@ from longtake.models.tubelet import TubeletTransformer
 from longtake.planner.activation_checkpointing import ACTIVATIONS, caller
 from longtake.planner.record import Activations, BlockOption
 
-_ROOT = Path(__file__).resolve().parents[2]
 _CHANNELS, _WIDTH = 4, 24
 _FAMILIES = ["flux", "flux_kontext", "wan", "tubelet"]
 _POSE = "examples.modules.pose_adapter:PoseAdapter"
@@ -72,10 +71,7 @@ _PAIRS = [
 _START = ("lora", "pose", "style", "whole context")
 
 
-@pytest.fixture(autouse=True)
-def _at_the_repositorys_root(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From where recipes name the modules of `examples/`."""
-    monkeypatch.chdir(_ROOT)
+pytestmark = pytest.mark.usefixtures("at_root")
 
 
 def _flux() -> nn.Module:
@@ -405,7 +401,7 @@ class _Network(nn.Module):
     ("targets", "names"),
     [
         (["to_q"], ["blocks.0.attn.to_q", "blocks.1.attn.to_q", "single_blocks.0.attn.to_q"]),
-        (["blocks.1.attn.to_k"], ["blocks.1.attn.to_k", "single_blocks.1.attn.to_k"][:1]),
+        (["blocks.1.attn.to_k"], ["blocks.1.attn.to_k"]),
         (["1.attn.to_out.0"], ["blocks.1.attn.to_out.0"]),
         (["blocks.*.to_v"], ["blocks.0.attn.to_v", "blocks.1.attn.to_v"]),
         (["single_*.to_k", "*.0.attn.to_k"], ["blocks.0.attn.to_k", "single_blocks.0.attn.to_k"]),

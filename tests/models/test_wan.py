@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.models.tiny import WAN
+from tests.models.tiny import TEXT, WAN
 from torch import Tensor
 
 from longtake.config import ModelSection, TextSection
@@ -18,10 +18,8 @@ _CAPTIONS = ["a red ball rolls left", "a blue square"]
 _SHAPE = LatentShape(channels=4, num_frames=2, height=4, width=6)
 
 
-def _text(kind: Any = "transformers") -> TextEncoder:
-    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    config = sizes if kind == "transformers" else {}
-    return build_text(TextSection(kind=kind, config=config, max_tokens=8), Wan(), _CAPTIONS, None)
+def _text(section: TextSection = TEXT) -> TextEncoder:
+    return build_text(section, Wan(), _CAPTIONS, None)
 
 
 def _model(text: TextEncoder | None = None, **config: Any) -> Any:
@@ -33,7 +31,7 @@ def _model(text: TextEncoder | None = None, **config: Any) -> Any:
 def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     noisy = torch.randn(2, *_SHAPE, generator=generator)
-    embeds = torch.randn(2, 8, 16, generator=generator)
+    embeds = torch.randn(2, 8, 12, generator=generator)
     return noisy, torch.tensor([0.25, 0.9]), {"prompt_embeds": embeds}
 
 
@@ -76,7 +74,7 @@ def test_a_patch_size_that_is_none_is_refused(patch: Any) -> None:
 
 def test_word_ids_are_refused() -> None:
     with pytest.raises(RecipeError, match=r'Set text\.kind = "transformers"'):
-        _model(_text("words"))
+        _model(_text(TextSection()))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_word_ids_are_refused() -> None:
         ({"num_layer": 2}, r"model\.config\.num_layer is not .* did you mean num_layers\?"),
         ({"num_layers": "2"}, r"model\.config does not fit WanTransformer3DModel"),
         ({"in_channels": 36}, "in_channels is 36, but codec and text encoder give 4"),
-        ({"text_dim": 4096}, "text_dim is 4096, but codec and text encoder give 16"),
+        ({"text_dim": 4096}, "text_dim is 4096, but codec and text encoder give 12"),
     ],
 )
 def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:

@@ -1,6 +1,5 @@
 """Wan continues a video: its first frames are given instead of one, as the pipeline gives one."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 from tests.families import release_wan
-from tests.families.row import KeepsLatents
+from tests.models.tiny import make_recipe
+from tests.sampling.build import make_sampler, sample_latents
 from torch import Tensor
 
 from longtake import config
@@ -20,8 +20,7 @@ from longtake.models import conditioning
 from longtake.models.components import assemble, outline
 from longtake.models.conditioning import outline_conditioning
 from longtake.models.objective import FlowBatch, flow_losses
-from longtake.sampling.presets import Request, settings_for
-from longtake.sampling.sampler import Sampler
+from longtake.sampling.presets import Request
 
 _Make = Callable[[Path], None]
 _SIZES: dict[_Make, int] = {
@@ -48,27 +47,14 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[_Make], Path
 
 
 def _recipe(release: Path, size: int, first: Mapping[str, Any], **inputs: Any) -> Recipe:
-    part = {"pretrained": str(release)}
-    values = {
-        "out": str(release.parent / "run"),
-        "data": {
-            "catalog": "none.parquet",
-            "buckets": [{"num_frames": 9, "height": size, "width": size}],
-            "conditioning": {"first": first, **inputs},
-        },
-        "model": {"family": "wan", **part},
-        "codec": {"kind": "autoencoder", **part},
-        "text": {"kind": "transformers", "dtype": "fp32", "max_tokens": 512, **part},
-        "flow": {"shift": 3.0},
-        "training": {"steps": 1, "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
-    }
-    return config.parse(values, source="test")
-
-
-def _sampler(recipe: Recipe) -> Sampler:
-    parts = assemble(recipe, (), None)
-    parts.model.eval()
-    return Sampler(parts, recipe, 0, torch.device("cpu"), "fp32")
+    return make_recipe(
+        "wan",
+        (9, size, size),
+        release,
+        data={"conditioning": {"first": first, **inputs}},
+        text={"max_tokens": 512},
+        flow={"shift": 3.0},
+    )
 
 
 def _frames(count: int, size: int) -> Tensor:
@@ -115,9 +101,7 @@ def test_several_given_frames_are_as_one_but_more(
 
 
 @torch.no_grad()
-def test_given_frames_of_ti2v_have_time_0_and_no_loss(
-    releases: Callable[[_Make], Path],
-) -> None:
+def test_given_frames_of_ti2v_have_time_0_and_no_loss(releases: Callable[[_Make], Path]) -> None:
     recipe = _recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5})
     parts, bucket = assemble(recipe, (), None), recipe.data.buckets[0]
     sections = recipe.data.conditioning
@@ -151,23 +135,22 @@ def test_given_frames_of_ti2v_have_time_0_and_no_loss(
 
 def test_a_file_is_continued_in_sampling(releases: Callable[[_Make], Path], tmp_path: Path) -> None:
     """By its first frames, which the sampled latents keep; a file that is too short is refused."""
-    sampler = _sampler(_recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5}))
-    codec = KeepsLatents(sampler.components.codec)
-    parts = dataclasses.replace(sampler.components, codec=codec)
-    sampler = dataclasses.replace(sampler, components=parts)
+    sampler = make_sampler(
+        _recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5})
+    )
     random = np.random.default_rng(0)
     for name, count in (("long", 12), ("short", 3)):
         frames = random.integers(0, 256, (count, 64, 64, 3), np.uint8)
         write_video(tmp_path / f"{name}.mp4", frames, fps=8)
-    settings, bucket = settings_for(sampler.recipe, num_inference_steps=2, guidance_scale=1.0)
+    settings = {"num_inference_steps": 2, "guidance_scale": 1.0}
     request = Request("a red circle", 3, {"first": tmp_path / "long.mp4"})
-    (video,) = sampler.sample([request], settings, bucket)
-    assert video.shape == (9, 64, 64, 3)
-    told = sampler._guidance([request], bucket, 1.0, "").conditional
-    torch.testing.assert_close(codec.latents[0][:, :, :2], told["first_latents"], rtol=0, atol=0)
+    latents = sample_latents(sampler, request, **settings)
+    assert latents.shape == (1, 48, 3, 4, 4)
+    told = sampler._guidance([request], sampler.recipe.data.buckets[0], 1.0, "").conditional
+    torch.testing.assert_close(latents[:, :, :2], told["first_latents"], rtol=0, atol=0)
     short = Request("", 3, {"first": tmp_path / "short.mp4"})
     with pytest.raises(DataError, match=r"short\.mp4 .*ends before frame 3; 5 frames are needed"):
-        sampler.sample([short], settings, bucket)
+        sample_latents(sampler, short, **settings)
 
 
 @pytest.mark.parametrize(
@@ -175,10 +158,7 @@ def test_a_file_is_continued_in_sampling(releases: Callable[[_Make], Path], tmp_
     [
         ({"frames": 9}, r"first\.frames = 9, but a bucket has 9 frames: nothing would be left"),
         ({"frames": 6}, r"first\.frames = 6 cannot be encoded alone\. .* The nearest that fits is"),
-        (
-            {"path": "{stem}.mp4"},
-            r'has it as "video".* Or take it from the clip: .*frames =',
-        ),
+        ({"path": "{stem}.mp4"}, r'has it as "video".* Or take it from the clip: .*frames ='),
     ],
 )
 def test_frames_that_cannot_be_continued_are_refused(

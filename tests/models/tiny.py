@@ -1,6 +1,12 @@
 """Sizes of the smallest models of diffusers and transformers that tests build, and a recipe."""
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from longtake import config
+from longtake.config import PooledSection, Recipe, TextSection
 
 T5: dict[str, Any] = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 CLIP: dict[str, Any] = {
@@ -52,3 +58,33 @@ KONTEXT: dict[str, Any] = {
     "training": {"steps": 1, "global_batch_size": 2},
 }
 """A recipe of FLUX.1 Kontext with random weights."""
+TEXT = TextSection(kind="transformers", config=T5, max_tokens=8)
+TWO_TEXTS = TEXT.model_copy(update={"pooled": PooledSection(config=CLIP, max_tokens=9)})
+
+
+def make_recipe(
+    family: str, bucket: tuple[int, int, int], release: Path | None = None, **sections: Any
+) -> Recipe:
+    """Make a recipe in fp32 on a CPU, whose parts are those of a release if there is one."""
+    shape = dict(zip(("num_frames", "height", "width"), bucket, strict=True))
+    values: dict[str, Any] = {
+        "data": {"catalog": "none.parquet", "buckets": [shape]},
+        "model": {"family": family},
+        "training": {"steps": 1, "global_batch_size": 2, "device": "cpu", "precision": "fp32"},
+    }
+    if release is not None:
+        values["model"]["pretrained"] = str(release)
+        values["codec"] = {"kind": "autoencoder", "pretrained": str(release)}
+        values["text"] = {"kind": "transformers", "pretrained": str(release), "dtype": "fp32"}
+    for name, keys in sections.items():
+        values[name] = values.get(name, {}) | keys
+    out = "run" if release is None else str(release.parent / "run")
+    return config.parse({"out": out, **values}, source="test")
+
+
+def write_configs(folder: Path, files: Mapping[str, Any]) -> str:
+    """Write the files of configuration of a release into a folder, and return its name."""
+    for name, values in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(values))
+    return str(folder)
