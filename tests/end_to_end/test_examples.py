@@ -22,17 +22,10 @@ _EXAMPLES = sorted((_ROOT / "examples").glob("*.toml"))
 _ON_CARDS = [path for path in _EXAMPLES if path.stem.endswith("gb")]
 
 
-def _name(path: Path) -> str:
-    return path.name
+_each_example = pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.name)
 
 
-def _opening(path: Path) -> str:
-    opening = path.read_text().partition("\nout = ")[0]
-    assert all(line.startswith("#") for line in opening.splitlines())
-    return opening
-
-
-@pytest.mark.parametrize("path", _EXAMPLES, ids=_name)
+@_each_example
 def test_an_example_is_a_recipe(path: Path) -> None:
     recipe = config.load(path)
     family(recipe.model.family)
@@ -41,9 +34,10 @@ def test_an_example_is_a_recipe(path: Path) -> None:
         assert (bucket.height % 16, bucket.width % 16) == (0, 0)
 
 
-@pytest.mark.parametrize("path", _EXAMPLES, ids=_name)
+@_each_example
 def test_an_example_says_how_to_run_it(path: Path) -> None:
-    recipe, opening = config.load(path), _opening(path)
+    recipe, opening = config.load(path), path.read_text().partition("\nout = ")[0]
+    assert all(line.startswith("#") for line in opening.splitlines())
     assert f"longtake train examples/{path.name}" in opening
     assert "Expected" in opening or "Predicted" in opening
     assert "@" not in opening
@@ -85,7 +79,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("path", _ON_CARDS, ids=_name)
+@pytest.mark.parametrize("path", _ON_CARDS, ids=lambda path: path.name)
 def test_an_example_is_planned_without_weights(path: Path) -> None:
     step = outline_step(config.load(path), device_named("h100"))
     gradients = check_gradients(step)
@@ -164,10 +158,6 @@ def test_the_cluster_s_plan_is_of_its_recipe() -> None:
 _OWN_LOOP = _ROOT / "examples" / "own_loop.py"
 
 
-def _clips(lines: list[str]) -> list[str]:
-    return [clip for line in lines for clip in line.partition("clips ")[2].split()]
-
-
 @pytest.mark.slow
 def test_a_loop_of_ones_own_goes_on_where_it_was(
     shapes_catalog: Path, warm: list[str], tmp_path: Path
@@ -193,7 +183,7 @@ def test_a_loop_of_ones_own_goes_on_where_it_was(
     assert second.returncode == 0, second.stderr
     lines = [*first.stdout.splitlines(), *second.stdout.splitlines()]
     assert [line.split()[1] for line in lines] == [str(step) for step in range(16)]
-    seen = _clips(lines)
+    seen = [clip for line in lines for clip in line.partition("clips ")[2].split()]
     assert len(seen) == len(set(seen)) == 64
     state = json.loads((tmp_path / "own_loop.json").read_text())
     assert (state["global_step"], state["epoch"], state["step_in_epoch"]) == (16, 1, 0)

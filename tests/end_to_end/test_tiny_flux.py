@@ -48,7 +48,6 @@ def folder(run_on_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> RunDirectory:
-    """The run that came of it."""
     return RunDirectory(folder / "runs/tiny_flux_module")
 
 

@@ -108,7 +108,6 @@ def test_diffusers_loads_every_key_of_a_lora_and_the_merged_model(
 
 
 def test_a_lora_for_comfyui_is_read_back_by_diffusers(tiny: Tiny, tmp_path: Path) -> None:
-    """Every key of it."""
     parts = tiny.training(TrainableSection(kind="lora", rank=2))
     sampler, file = dataclasses.replace(tiny.sampler, components=parts), tmp_path / "x.safetensors"
     if reason := tiny.row.refuses.get("comfyui"):
@@ -235,7 +234,6 @@ def _streamed(parts: Components, batch: FlowBatch) -> dict[str, Tensor]:
 
 
 def _joined(tensors: Mapping[str, Tensor]) -> Tensor:
-    """The gradients."""
     return torch.cat([each.flatten() for name, each in tensors.items() if name])
 
 

@@ -52,7 +52,6 @@ def test_logit_normal_inverts_its_cumulative_distribution(anchors: Any) -> None:
 
 
 def test_logit_normal_moments(anchors: Any) -> None:
-    """Mean and variance over evenly spread uniform numbers are those of the distribution."""
     sigmas = logit_normal((torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000)
     mean, variance = anchors["ln_mean_var_0_1"]
     assert sigmas.mean().item() == pytest.approx(mean, abs=1e-9)
@@ -67,7 +66,6 @@ def test_mode_is_the_published_function_read_backwards(anchors: Any) -> None:
 
 
 def test_the_largest_scale_of_mode(anchors: Any) -> None:
-    """The scale at which the function stops being monotone."""
     assert pytest.approx(anchors["mode_s_max"], rel=1e-14) == MODE_SCALE_MAX
 
 

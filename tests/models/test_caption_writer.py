@@ -1,6 +1,7 @@
 """Captions by tiny random models of transformers, as they are saved in folders."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -181,10 +182,7 @@ def _with_a_tensor_less(folder: Path) -> None:
 def test_a_folder_that_is_no_model_is_refused(
     blip: Path, tmp_path: Path, damage: Callable[[Path], None], message: str
 ) -> None:
-    folder = tmp_path / "copy"
-    folder.mkdir()
-    for file in blip.iterdir():
-        (folder / file.name).write_bytes(file.read_bytes())
+    folder = shutil.copytree(blip, tmp_path / "copy")
     damage(folder)
     with pytest.raises(ModelError, match=message):
         TransformersCaptioner(str(folder), device="cpu")

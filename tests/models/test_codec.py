@@ -211,7 +211,6 @@ def test_a_missing_folder_is_named() -> None:
     ],
 )
 def test_wrong_arguments_are_named(kind: str, config: dict[str, Any], message: str) -> None:
-    """Neither an unknown argument nor one of a wrong size passes silently."""
     with pytest.raises(RecipeError, match=message):
         _codec(kind, **config)
 
@@ -279,7 +278,6 @@ def test_frames_are_encoded_one_by_one() -> None:
 
 
 def test_an_outline_knows_shapes_and_has_no_values() -> None:
-    """Random or pretrained, on the meta device; it cannot encode."""
     flux = CodecSection(kind="autoencoder", pretrained="black-forest-labs/FLUX.1-Kontext-dev")
     for section, expected in ((_section("image"), (1, 256, 256)), (flux, (1, 128, 128))):
         outline = outline_codec(section, _PARTS["image"])
@@ -342,7 +340,6 @@ def test_tiles_look_like_the_whole_and_are_for_one_call(
 
 
 def test_pixels_have_no_tiles() -> None:
-    """Latents that are the pixels are decoded in either way alike."""
     codec = build_codec(CodecSection(), _PARTS["video"])
     latents = torch.linspace(-1, 1, 3 * 4 * 4).view(1, 3, 1, 4, 4)
     assert torch.equal(codec.decode(latents, tiles=True), codec.decode(latents))

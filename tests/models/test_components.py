@@ -299,7 +299,6 @@ def test_a_transformer_of_ones_own_takes_the_place_of_diffusers(
 def test_the_nearest_bucket_is_one_that_codec_and_model_take(
     width: int, height: int, nearest: str
 ) -> None:
-    """Said in pixels, at once, also where the codec alone would take it."""
     like_flux = KONTEXT["codec"]["config"] | {"block_out_channels": [4, 4, 4, 4]}
     codec = KONTEXT["codec"] | {"config": like_flux}
     with pytest.raises(RecipeError, match=f"divisible by 16.* nearest .* 1 frame of {nearest}.$"):

@@ -86,7 +86,6 @@ def test_an_outline_has_the_dtype_that_the_weights_are_stored_in() -> None:
 
 
 def test_a_local_folder_needs_its_config_alone(tmp_path: Path) -> None:
-    """Of the same shapes as the whole model; weights need not be there."""
     model = _wan(tmp_path)
     for file in (tmp_path / "transformer").glob("*.safetensors"):
         file.unlink()
@@ -132,7 +131,6 @@ def test_loading_in_bf16_makes_no_copy_in_fp32(
 
 @pytest.mark.parametrize("weights", [True, False])
 def test_a_checkpoint_of_another_objective_is_refused(weights: bool, tmp_path: Path) -> None:
-    """Its scheduler lies beside it; loaded or planned, it is looked at."""
     _wan(tmp_path)
     config = {"_class_name": "DDIMScheduler", "prediction_type": "v_prediction"}
     write_configs(tmp_path, {"scheduler/scheduler_config.json": config})

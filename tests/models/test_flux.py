@@ -65,7 +65,6 @@ def test_tokens_and_ids_are_those_of_the_pipelines() -> None:
 
 
 def test_a_step_is_the_pipelines_step_by_a_reference_of_another_size() -> None:
-    """From sigma 0.7 to 0 in one step."""
     import diffusers
 
     model, (noisy, sigmas, given) = _model(), _inputs(4, 10)
@@ -151,14 +150,12 @@ def test_latents_that_do_not_fit_are_refused_before_building(
     ],
 )
 def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:
-    """Before the first step, also those that diffusers would take."""
     with pytest.raises(RecipeError, match=message):
         _model(**config)
 
 
 @pytest.mark.parametrize("section", [TextSection(), TEXT])
 def test_one_text_encoder_is_not_enough(section: TextSection) -> None:
-    """Neither words nor one encoder; the message says what to add."""
     with pytest.raises(RecipeError, match=r"two text encoders, .* section \[text\.pooled\]"):
         _model(build_text(section, Flux(), _CAPTIONS, None))
 

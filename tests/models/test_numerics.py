@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from diffusers import DiTTransformer2DModel, WanTransformer3DModel
-from rich.console import Console
+from tests.build import QUIET
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,7 +50,6 @@ def test_a_model_on_the_cpu_counts_its_projections_and_its_attention() -> None:
 
 
 def test_counting_leaves_the_module_as_it_was() -> None:
-    """Weights stay on their device with their values, and no gradient appears."""
     module = nn.Linear(3, 2)
     before = module.weight.detach().clone()
     assert count_flops(module, {"input": torch.zeros(5, 3)}).total == 2 * 5 * 3 * 2
@@ -129,31 +128,26 @@ def test_the_dit_paper_s_table(anchors: Any) -> None:
     assert len(table) == 13
     for key, published in table.items():
         name, resolution = key.split("@")
-        size, patch = name.split("/")
-        macs = _dit_flops(size, int(patch), int(resolution) // 8) / 2
+        size, patch_size = name.split("/")
         num_blocks, heads, head_width = DIT_SIZES[size]
-        width = heads * head_width
+        width, latent_size = heads * head_width, int(resolution) // 8
+        with torch.device("meta"):
+            model = DiTTransformer2DModel(
+                num_attention_heads=heads,
+                attention_head_dim=head_width,
+                num_layers=num_blocks,
+                patch_size=int(patch_size),
+                sample_size=latent_size,
+                out_channels=8,  # the paper's models predict a variance too
+            )
+            inputs = {
+                "hidden_states": torch.empty(1, 4, latent_size, latent_size),
+                "timestep": torch.zeros(1, dtype=torch.long),
+                "class_labels": torch.zeros(1, dtype=torch.long),
+            }
+        macs = count_flops(model, inputs).total / 2
         surplus = num_blocks * (256 * width + width * width)
         assert abs((macs - surplus) / 1e9 - published) <= 0.0005, key
-
-
-def _dit_flops(size: str, patch: int, latent_size: int) -> int:
-    num_blocks, heads, head_width = DIT_SIZES[size]
-    with torch.device("meta"):
-        model = DiTTransformer2DModel(
-            num_attention_heads=heads,
-            attention_head_dim=head_width,
-            num_layers=num_blocks,
-            patch_size=patch,
-            sample_size=latent_size,
-            out_channels=8,  # the paper's models predict a variance too
-        )
-        inputs = {
-            "hidden_states": torch.empty(1, 4, latent_size, latent_size),
-            "timestep": torch.zeros(1, dtype=torch.long),
-            "class_labels": torch.zeros(1, dtype=torch.long),
-        }
-    return count_flops(model, inputs).total
 
 
 _CPU = torch.device("cpu")
@@ -195,11 +189,7 @@ def test_a_models_dtype_is_that_of_most_of_its_weights() -> None:
     assert main_dtype(model) == torch.bfloat16
 
 
-def _train_as_one_of_two(path: Path) -> None:
-    flags = {"avx512_bf16"} if os.environ["RANK"] == "0" else {"avx2"}
-    with patch.object(numerics, "cpu_flags", lambda: frozenset(flags)):
-        train(config.load(path), Console(quiet=True))
-
-
 if __name__ == "__main__":
-    _train_as_one_of_two(Path(sys.argv[1]))
+    own_flags = {"avx512_bf16"} if os.environ["RANK"] == "0" else {"avx2"}
+    with patch.object(numerics, "cpu_flags", lambda: frozenset(own_flags)):
+        train(config.load(Path(sys.argv[1])), QUIET)

@@ -218,13 +218,11 @@ def test_arguments_are_checked_against_names_alone() -> None:
 
 
 def test_a_constructor_that_fails_is_the_recipes_fault() -> None:
-    """Whatever it raises: the key, the class and the reason are named."""
     with pytest.raises(RecipeError, match=r"codec\.config does not fit AutoencoderKLWan.*Error"):
         construct("codec.config", AutoencoderKLWan, {"dim_mult": []})
 
 
 def test_silence_ends_where_it_should() -> None:
-    """A library speaks again after loading, and after loading that failed."""
     from transformers.utils import logging
 
     before = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -328,7 +326,6 @@ def test_flow_matching_and_the_unknown_pass(scheduler: dict[str, object] | None)
     ],
 )
 def test_noise_and_v_prediction_are_refused(scheduler: dict[str, object], target: str) -> None:
-    """The sentence says what it predicts, who says so, and why that cannot be trained on."""
     with pytest.raises(ModelError, match=f"somewhere predicts {target}.*as its scheduler") as said:
         refuse_other_objectives(scheduler, "somewhere")
     message = str(said.value)

@@ -48,7 +48,6 @@ def _relative(found: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_a_blocks_output_is_near_that_of_exact_weights(kind: Quantization) -> None:
-    """Of layers as wide as FLUX's are, with random normal weights."""
     torch.manual_seed(3)
     linear, tokens = _linear(1024, 3072), torch.randn(16, 3072).bfloat16()
     exact = linear(tokens)
@@ -146,7 +145,6 @@ def test_layers_that_train_and_other_classes_stay() -> None:
 
 
 def test_a_layer_whose_weights_do_not_divide_into_blocks_is_refused() -> None:
-    """By its name, and before any other is changed."""
     model = nn.ModuleDict({"first": nn.Linear(64, 64), "second": nn.Linear(10, 24)})
     model.requires_grad_(False)
     with pytest.raises(RecipeError, match=r'model.quantize = "nf4": second has 24 x 10 weights'):

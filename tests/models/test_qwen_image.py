@@ -153,7 +153,6 @@ _AREA = 1024 * 1024
 
 @pytest.mark.parametrize("size", [(1024, 1024), (512, 512), (768, 1344), (1664, 928), (48, 96)])
 def test_a_reference_is_as_large_as_the_pipelines_make_it(size: tuple[int, int]) -> None:
-    """Whatever the bucket: about 1024 x 1024 pixels, in multiples of 32."""
     bucket = Bucket(num_frames=1, height=size[0], width=size[1])
     height, width = QwenImageEdit().inputs.size(bucket)
     assert height % 32 == width % 32 == 0

@@ -115,7 +115,6 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
 def test_what_no_family_trains_is_refused_by_name(
     pipeline: str | None, config: dict[str, Any], index: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    """With what to use instead, and what this version trains."""
     section = _release(tmp_path, pipeline, config, index)
     with pytest.raises(
         ModelError, match=f"{tmp_path} is {said}.*This version trains releases of wan, flux"

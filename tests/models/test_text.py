@@ -189,7 +189,6 @@ def test_a_pretrained_encoder_is_kept_in_bf16_unless_the_recipe_asks(tmp_path: P
     ],
 )
 def test_wrong_sections_are_refused(section: TextSection, message: str) -> None:
-    """Misspelt arguments, wrong types, and keys that nothing would read."""
     with pytest.raises(RecipeError, match=message):
         build_text(section, Wan(), _CAPTIONS, None)
 

@@ -134,7 +134,6 @@ def _made(
 
 
 def _asked(name: str) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Noisy latents, sigmas and conditioning."""
     frames = 1 if name.startswith("flux") else 2
     generator = torch.Generator().manual_seed(1)
 
@@ -186,7 +185,6 @@ def test_full_training_trains_everything_and_changes_nothing() -> None:
 
 
 def test_lora_trains_two_matrices_for_each_target_and_nothing_else() -> None:
-    """Of FLUX's 4 blocks: q, k and v of all, and the output projection of those of two streams."""
     trained = _trained(_made("flux", _LORA))
     single = {
         f"single_transformer_blocks.{number}.attn.to_{part}.lora_{side}.default.weight"

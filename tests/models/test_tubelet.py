@@ -46,14 +46,12 @@ def test_an_untrained_model_predicts_a_grey_clip() -> None:
 
 
 def test_velocity_stays_bounded_without_noise() -> None:
-    """At sigma 0, where the conversion divides by zero, the velocity is still finite."""
     noisy, _, token_ids = _inputs()
     assert _model()(noisy, torch.zeros(2), token_ids).isfinite().all()
 
 
 @pytest.mark.parametrize("what", ["sigma", "caption", "order of words"])
 def test_velocity_depends_on(what: str) -> None:
-    """The noise level, the words and their order all reach the prediction of the clip."""
     model, (noisy, sigmas, token_ids) = _model(), _inputs()
     others = {
         "sigma": (sigmas * 0.9, token_ids),
@@ -75,8 +73,6 @@ def test_a_short_caption_is_one_padded_with_zeros() -> None:
 
 
 def test_the_same_inputs_give_the_same_gradients_under_autocast() -> None:
-    """In bfloat16, forward and backward are equal bit for bit from run to run."""
-
     def gradients() -> list[Tensor]:
         model = _model()
         with torch.autocast("cpu", torch.bfloat16):
@@ -117,14 +113,12 @@ def test_tubes_are_put_back_where_they_were_cut() -> None:
     ],
 )
 def test_a_grid_that_does_not_divide_is_refused(changed: dict[str, int], said: str) -> None:
-    """Sizes that do not fit together are named when the model is built."""
     sizes: dict[str, Any] = {"num_frames": 8, "height": 32, "width": 32, "vocabulary_size": 9}
     with pytest.raises(ModelError, match=said):
         TubeletTransformer(**sizes | changed)
 
 
 def test_a_clip_of_another_size_and_a_long_caption_are_refused() -> None:
-    """A clip that the positions do not fit is named with both shapes."""
     noisy, sigmas, token_ids = _inputs()
     with pytest.raises(ModelError, match=r"\[3, 4, 8, 8\].*built for \[3, 4, 8, 16\]"):
         _model()(noisy[..., :8], sigmas, token_ids)

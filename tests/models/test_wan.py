@@ -50,7 +50,6 @@ def test_a_model_of_random_weights_is_in_fp32() -> None:
 def test_latents_that_do_not_divide_are_refused_before_building(
     patch: list[int], shape: LatentShape, nearest: str
 ) -> None:
-    """The message names the nearest latents and how to get the bucket from them."""
     section = ModelSection(family="wan", config={"patch_size": patch})
     with pytest.raises(RecipeError, match=f"nearest latents that do are {nearest}: multiply"):
         Wan().check(section, [_SHAPE, shape])
@@ -87,7 +86,6 @@ def test_word_ids_are_refused() -> None:
     ],
 )
 def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:
-    """Unknown ones with the nearest, wrong ones before the first step."""
     with pytest.raises(RecipeError, match=message):
         _model(**config)
 

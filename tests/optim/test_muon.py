@@ -65,7 +65,6 @@ def test_a_zero_gradient_is_a_zero_step() -> None:
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_steps_are_those_of_torch(nesterov: bool, weight_decay: float) -> None:
-    """With the same settings, the weights follow torch.optim.Muon's within bfloat16's rounding."""
     settings: dict[str, Any] = {"lr": 0.02, "nesterov": nesterov, "weight_decay": weight_decay}
     ours, theirs, start = _parameters(), _parameters(), _parameters()
     take_steps(Muon(ours, **settings), ours)
@@ -84,7 +83,6 @@ def test_a_vector_is_refused() -> None:
     "setting", [{"lr": -1.0}, {"momentum": 1.0}, {"weight_decay": -0.1}, {"num_iterations": 0}]
 )
 def test_settings_out_of_range_are_refused(setting: dict[str, Any]) -> None:
-    """A setting that cannot work is named with its value."""
     name, value = next(iter(setting.items()))
     with pytest.raises(ValueError, match=f"{name}={value}"):
         Muon(_parameters(), **setting)

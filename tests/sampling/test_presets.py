@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 from tests.data.catalogs import make_catalog
+from tests.models.tiny import make_recipe
 
 from longtake import config, fsio
 from longtake.config import Bucket, EmaSection, Recipe
@@ -53,17 +54,10 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 def _recipe(folder: Path, evaluation: str = "", more: str = "") -> Recipe:
-    text = f"""
-    out = "{folder}"
-    data.catalog = "clips.parquet"
-    data.buckets = [{{ num_frames = 8, height = 32, width = 48 }}]
-    model.family = "tubelet"
-    training = {{ steps = 4, global_batch_size = 1 }}
-    sampling = {{ num_inference_steps = 7, guidance_scale = 3.0, shift = 2.0, fps = 8.0 }}
-    {more}
-    {evaluation}
-    """
-    return config.parse(tomllib.loads(text), source="test")
+    sampling = {"num_inference_steps": 7, "guidance_scale": 3.0, "shift": 2.0, "fps": 8.0}
+    sections = tomllib.loads(f"{more}\n{evaluation}")
+    recipe = make_recipe("tubelet", (8, 32, 48), sampling=sampling, **sections)
+    return recipe.model_copy(update={"out": folder})
 
 
 def _size(preset: Preset) -> tuple[int, int, int, float]:
@@ -116,7 +110,6 @@ def test_a_recipe_changes_only_what_it_says(tmp_path: Path) -> None:
 
 
 def test_later_places_win_key_by_key(tmp_path: Path) -> None:
-    """Also by what equals a usual value."""
     (tmp_path / "beside.txt").write_text("in the folder\n")
     recipe = _recipe(
         tmp_path,
@@ -272,7 +265,6 @@ def test_a_file_of_presets_that_is_wrong_is_named(
 
 
 def test_requests_go_prompt_by_prompt_and_files_are_named_by_both(recipe: Recipe) -> None:
-    """00_s0 and 00_s7 show the same prompt."""
     preset = replace(find_preset(recipe, "demo"), prompts=("a", "b"), seeds=(0, 7))
     found = [(each.prompt, each.seed) for each in preset.requests()]
     assert found == [("a", 0), ("a", 7), ("b", 0), ("b", 7)]
@@ -422,7 +414,6 @@ def test_averages_that_the_run_does_not_keep_are_refused(
 
 
 def test_settings_are_the_recipes_unless_given(recipe: Recipe) -> None:
-    """Only what is not None changes; what does not fit is named by its key in one line."""
     settings, bucket = settings_for(recipe)
     assert settings == recipe.sampling
     assert bucket == recipe.data.buckets[0]
@@ -436,23 +427,18 @@ def test_settings_are_the_recipes_unless_given(recipe: Recipe) -> None:
 
 
 _ONE = 'conditioning.reference = ["a.png"]'
-_PATTERN = '{ kind = "picture", path = "../before/{stem}.png" }'
 
 
 def _kontext(folder: Path, table: str, names: str = "reference") -> Recipe:
-    patterns = ", ".join(f"{name} = {_PATTERN}" for name in names.split())
-    text = f"""
-    out = "{folder}"
-    data.catalog = "clips.parquet"
-    data.buckets = [{{ num_frames = 1, height = 16, width = 24 }}]
-    data.conditioning = {{ {patterns} }}
-    model.family = "flux_kontext"
-    training = {{ steps = 4, global_batch_size = 1 }}
-    [evaluation.presets.kontext]
-    prompts = ["make it snow", "as a drawing"]
-    {table}
-    """
-    return config.parse(tomllib.loads(text), source="test")
+    pattern = {"kind": "picture", "path": "../before/{stem}.png"}
+    prompts = 'prompts = ["make it snow", "as a drawing"]'
+    recipe = make_recipe(
+        "flux_kontext",
+        (1, 16, 24),
+        data={"conditioning": dict.fromkeys(names.split(), pattern)},
+        **tomllib.loads(f"[evaluation.presets.kontext]\n{prompts}\n{table}"),
+    )
+    return recipe.model_copy(update={"out": folder})
 
 
 def _write_picture(path: Path, colour: str, size: tuple[int, int] = (24, 16)) -> Path:
@@ -568,38 +554,24 @@ def test_pictures_that_cannot_be_are_said_in_one_sentence(
     assert "\n" not in str(caught.value)
 
 
-def _with_column(folder: Path, rows: list[list[float]]) -> Recipe:
-    """A run that was trained on one clip, whose camera is a column of the catalog."""
-    clips = folder / "clips"
+def test_the_default_preset_has_inputs_of_clips_and_a_loss_mask_is_none(tmp_path: Path) -> None:
+    """The run was trained on one clip, whose camera is a column of the catalog."""
+    rows = [[0.5, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
+    camera = {"kind": "numbers", "column": "camera", "width": 3, "per_frame": True}
+    depth, mask = {"kind": "video", "column": "depth"}, {"kind": "mask", "column": "depth"}
+    conditioning = {"depth": depth, "camera": camera, "face": mask}
+    data = {"frame_stride": 2, "conditioning": conditioning}
+    recipe = make_recipe("tubelet", (2, 16, 24), data=data, flow={"loss_mask": "face"})
+    recipe = recipe.model_copy(update={"out": tmp_path / "run"})
+    clips, catalogs = tmp_path / "clips", RunDirectory(recipe.out).catalogs_path
     clips.mkdir()
-    write_video(clips / "a.mp4", np.full((4, 16, 24, 3), 90, np.uint8), fps=8)
-    line = {"video": "a.mp4", "caption": "a pan", "depth": "a.mp4", "camera": rows}
-    lines = clips / "clips.jsonl"
-    lines.write_text(json.dumps(line))
-    catalogs = RunDirectory(folder / "run").catalogs_path
     catalogs.mkdir(parents=True)
+    write_video(clips / "a.mp4", np.full((4, 16, 24, 3), 90, np.uint8), fps=8)
+    lines = clips / "clips.jsonl"
+    line = {"video": "a.mp4", "caption": "a pan", "depth": "a.mp4", "camera": rows}
+    lines.write_text(json.dumps(line))
     names = ("depth", "camera")
     index([lines], captions=None, out=catalogs / "0.parquet", workers=0, conditioning=names)
-    text = f"""
-    out = "{folder / "run"}"
-    data.catalog = "clips.parquet"
-    data.buckets = [{{ num_frames = 2, height = 16, width = 24 }}]
-    data.frame_stride = 2
-    model.family = "tubelet"
-    training = {{ steps = 4, global_batch_size = 1 }}
-    [data.conditioning]
-    depth = {{ kind = "video", column = "depth" }}
-    camera = {{ kind = "numbers", column = "camera", width = 3, per_frame = true }}
-    face = {{ kind = "mask", column = "depth" }}
-    [flow]
-    loss_mask = "face"
-    """
-    return config.parse(tomllib.loads(text), source="test")
-
-
-def test_the_default_preset_has_inputs_of_clips_and_a_loss_mask_is_none(tmp_path: Path) -> None:
-    rows = [[0.5, 1.0, 2.0], [3.0, 4.0, 5.0], [6.0, 7.0, 8.0], [9.0, 10.0, 11.0]]
-    recipe = _with_column(tmp_path, rows)
     preset = find_preset(recipe, "default", recipe.out)
     (request,) = preset.requests()
     assert request.prompt == "a pan"

@@ -64,7 +64,6 @@ def test_a_single_prompt_has_the_name_that_was_asked_for(sampler: Sampler, tmp_p
 
 
 def test_several_prompts_are_numbered(sampler: Sampler, tmp_path: Path) -> None:
-    """In the order of the prompts; nothing else is left in the folder."""
     settings, bucket = settings_for(sampler.recipe, num_inference_steps=1)
     out = tmp_path / "many.mp4"
     written = write_samples(sampler, _PROMPTS, 0, settings, bucket, out, 2, _QUIET)
@@ -173,7 +172,6 @@ def test_a_video_that_cannot_be_written_says_nothing_against_the_data(
 
 
 def test_further_inputs_are_given_by_name(tmp_path: Path) -> None:
-    """As NAME=FILE; anything else is refused with an example."""
     picture = tmp_path / "a=b.png"
     picture.touch()
     assert inputs_by_name([f"reference={picture}"]) == {"reference": picture}
