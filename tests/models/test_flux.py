@@ -123,37 +123,6 @@ def test_kontext_without_its_reference_says_so() -> None:
         FluxKontext().predict_velocity(_model(), noisy, sigmas, given)
 
 
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        (_SHAPE._replace(num_frames=5), r"a bucket has 5 frames\. Set num_frames = 1\."),
-        (_SHAPE._replace(height=5), r"latents of 8x5 .* nearest latents that do are 8x4"),
-        (_SHAPE._replace(width=1), r"latents of 1x6 .* nearest latents that do are 2x6"),
-    ],
-)
-def test_latents_that_do_not_fit_are_refused_before_building(
-    shape: LatentShape, message: str
-) -> None:
-    section = ModelSection(family="flux", config=_TINY)
-    Flux().check(section, [_SHAPE])
-    with pytest.raises(RecipeError, match=message):
-        Flux().check(section, [_SHAPE, shape])
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"in_channels": 64}, "in_channels is 64, but codec and text encoder give 16"),
-        ({"joint_attention_dim": 4096}, "is 4096, but codec and text encoder give 12"),
-        ({"axes_dims_rope": [4, 6, 6]}, r"\[4, 6, 6\] adds up to 16, but .* is 12\. They must"),
-        ({"out_channels": 4}, r"out_channels 4 and patch_size 1 give another latent"),
-    ],
-)
-def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        _model(**config)
-
-
 @pytest.mark.parametrize("section", [TextSection(), TEXT])
 def test_one_text_encoder_is_not_enough(section: TextSection) -> None:
     with pytest.raises(RecipeError, match=r"two text encoders, .* section \[text\.pooled\]"):

@@ -39,22 +39,6 @@ def test_a_model_of_random_weights_is_in_fp32() -> None:
     assert {parameter.dtype for parameter in _model().parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize(
-    ("patch", "shape", "nearest"),
-    [
-        ([1, 2, 2], LatentShape(4, 2, 5, 6), "2 frames of 6x4"),
-        ([1, 2, 2], LatentShape(4, 2, 4, 1), "2 frames of 2x4"),
-        ([2, 2, 2], LatentShape(4, 3, 4, 6), "4 frames of 6x4"),
-    ],
-)
-def test_latents_that_do_not_divide_are_refused_before_building(
-    patch: list[int], shape: LatentShape, nearest: str
-) -> None:
-    section = ModelSection(family="wan", config={"patch_size": patch})
-    with pytest.raises(RecipeError, match=f"nearest latents that do are {nearest}: multiply"):
-        Wan().check(section, [_SHAPE, shape])
-
-
 def test_latents_that_divide_are_accepted() -> None:
     """Also in patches given as TOML's list, with which the model then works."""
     section = ModelSection(family="wan", config=WAN | {"patch_size": [2, 2, 2]})
@@ -64,30 +48,9 @@ def test_latents_that_divide_are_accepted() -> None:
     assert Wan().predict_velocity(model, noisy, sigmas, conditioning).shape == noisy.shape
 
 
-@pytest.mark.parametrize("patch", [2, [2, 2], [1, 0, 2], [1, 2, "2"]])
-def test_a_patch_size_that_is_none_is_refused(patch: Any) -> None:
-    section = ModelSection(family="wan", config={"patch_size": patch})
-    with pytest.raises(RecipeError, match=r"model\.config\.patch_size = .* expected frames"):
-        Wan().check(section, [_SHAPE])
-
-
 def test_word_ids_are_refused() -> None:
     with pytest.raises(RecipeError, match=r'Set text\.kind = "transformers"'):
         _model(_text(TextSection()))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"num_layer": 2}, r"model\.config\.num_layer is not .* did you mean num_layers\?"),
-        ({"num_layers": "2"}, r"model\.config does not fit WanTransformer3DModel"),
-        ({"in_channels": 36}, "in_channels is 36, but codec and text encoder give 4"),
-        ({"text_dim": 4096}, "text_dim is 4096, but codec and text encoder give 12"),
-    ],
-)
-def test_wrong_arguments_are_named(config: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        _model(**config)
 
 
 def test_pretrained_weights_are_loaded_and_must_fit(
