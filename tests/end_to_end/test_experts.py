@@ -180,9 +180,9 @@ def test_samples_in_training_are_those_of_both_experts(runs: tuple[Path, Path]) 
 def test_the_wrong_expert_is_refused_before_a_run_begins(
     change: str, message: str, runs: tuple[Path, Path], pair: MakeRecipe, tmp_path: Path
 ) -> None:
-    recipe = pair("low", f"out={tmp_path / 'run'}", change.replace("LOW", str(runs[1])))
+    changed = change.replace("LOW", str(runs[1]))
     with pytest.raises((RecipeError, ModelError), match=message):
-        train(recipe, QUIET, evaluate=_never)
+        train(pair("low", f"out={tmp_path / 'run'}", changed), QUIET, evaluate=_never)
     assert not (tmp_path / "run" / "recipe.toml").exists()
 
 
