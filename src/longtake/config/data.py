@@ -256,7 +256,8 @@ class StoreSection(Section):
     """Reading of clips from object stores: those with an s3://, gs:// or https:// address."""
 
     timeout_seconds: float = Field(20.0, gt=0, le=MAX_SECONDS)
-    """Time limit of one request. Requests for large objects get smaller after a timeout."""
+    """Time limit of one request to an object store. Requests for large objects get smaller after a
+    timeout."""
     retry_seconds: float = Field(300.0, ge=0, le=MAX_SECONDS)
     """Time for which requests to a store are repeated without any success before the clip counts as
     missing. Training waits for it."""

@@ -38,7 +38,8 @@ class ModelSection(Section):
     `flux2`, `qwen_image`, `qwen_image_edit`, `qwen_image_edit_plus`, `z_image`, `tubelet`, or
     your own Family, as `package.module:Class`."""
     pretrained: str | None = None
-    """A diffusers folder or repository id to start from; without it, random weights."""
+    """Released model to start from, as a diffusers folder or repository id; without it, random
+    weights."""
     transformer_class: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
     """A class of your own to use instead of the family's diffusers transformer, with the same name,
     such as an edited copy of its file: "my_project.wan:WanTransformer3DModel". It is imported from
@@ -154,7 +155,8 @@ class CodecSection(Section):
     """The codec, which converts pixels to latents and back."""
 
     kind: Literal["pixels", "autoencoder"] = "pixels"
-    """`pixels` trains on pixels themselves; `autoencoder` on a frozen diffusers VAE's latents."""
+    """Kind of codec. `pixels` trains on pixels themselves; `autoencoder` on a frozen diffusers
+    VAE's latents."""
     pretrained: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["fp32", "bf16"] = "fp32"
@@ -165,12 +167,13 @@ class PooledSection(Section):
     """A second text encoder, which gives one pooled vector per caption."""
 
     pretrained: str | None = None
-    """A diffusers folder or repository id. Unset: that of the first encoder."""
+    """A diffusers folder or repository id with the second text encoder. Unset: that of the first
+    one."""
     config: dict[str, Any] = Field(default_factory=dict)
     # CLIP, FLUX's second encoder, has 77 position embeddings.
     max_tokens: int = Field(77, gt=0, le=2**16)
     quantize: Literal["none", "fp8", "int8", "nf4"] = "none"
-    """Data type of this encoder's linear layers, like `text.quantize`."""
+    """Data type of the second encoder's linear layers, like `text.quantize`."""
 
     def num_tokens(self) -> int:
         return self.max_tokens

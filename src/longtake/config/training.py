@@ -267,8 +267,9 @@ class ParallelSection(Section):
     """Distribution of the model and of each clip over several processes."""
 
     strategy: Literal["replicate", "shard", "hybrid"] = "replicate"
-    """`replicate`: every process holds the whole model; `shard`: each holds a part of it; `hybrid`:
-    the model is sharded within groups of `shard_size` processes, and each group holds a copy."""
+    """Placement of the model. `replicate`: every process holds the whole model; `shard`: each holds
+    a part of it; `hybrid`: the model is sharded within groups of `shard_size` processes, and
+    each group holds a copy."""
     shard_size: int | None = Field(None, gt=1, le=MAX_BATCH)
     """Number of processes that hold one copy of the model with `hybrid`; unset: those of a node."""
     param_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -32,7 +32,7 @@ class LTX2Text(TextContract):
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
     ) -> base.Conditioning:
-        """Encode captions one by one: joined, a caption's hidden layers are 49 widths wide."""
+        """Encode captions one by one, as the 49 hidden layers of each take much memory."""
         embeds = []
         for caption in captions:
             layers, mask, *_ = pipeline.encode_prompt(

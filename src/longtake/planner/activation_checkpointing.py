@@ -47,7 +47,7 @@ ATTENTION = frozenset(
         RING_ATTENTION,
     }
 )
-"""Operations whose output `save-attention` saves: they take longest for their bytes."""
+"""Attention operations, whose output `save-attention` saves: they take longest for their bytes."""
 
 
 def _keep(block: Block, *args: Any, **kwargs: Any) -> Any:

@@ -164,7 +164,7 @@ def rounded(number: int, multiple: int) -> int:
 
 
 def device_named(name: str) -> DeviceBudget:
-    """Return the device that a text describes: the name of a known GPU, or figures with units.
+    """Return the device of a text: the name of a GPU, or figures such as "24GiB,165TFLOPS".
 
     Raises:
         RecipeError: it is neither.
@@ -189,7 +189,7 @@ def _plain(name: str) -> str:
 
 
 def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
-    """Return the device described by figures with units; None if the text has none."""
+    """Return the GPU that figures such as "24GiB,165TFLOPS" describe; None for other text."""
     figures: dict[str, float] = {}
     for part in parts:
         match = _GIVEN.fullmatch(part.strip())
