@@ -82,6 +82,22 @@ def wait_until_still(pid: int) -> None:
     wait_until(lambda: stacks.state_of(pid) not in ("R", "D"))
 
 
+def bare_recipe(out: Path, **sections: Any) -> Recipe:
+    """A recipe with only the keys that have no default; `sections` add keys or replace them."""
+    values: dict[str, Any] = {
+        "out": str(out),
+        "data": {
+            "catalog": "none.parquet",
+            "buckets": [{"num_frames": 8, "height": 32, "width": 32}],
+        },
+        "model": {"family": "tubelet"},
+        "training": {"steps": 40, "global_batch_size": 4},
+    }
+    for name, section in sections.items():
+        values[name] = values.get(name, {}) | section
+    return config.parse(values, "test")
+
+
 def change_options(*changes: str) -> list[str]:
     """Options that change keys of a verb's recipe."""
     return [part for change in changes for part in ("--set", change)]

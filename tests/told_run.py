@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.recipes import bare_recipe
+from tests.build import bare_recipe
 
 from longtake.checkpoint.files import commit, describe_files, list_files
 from longtake.data.batch import Batch

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from tests.build import bare_recipe
 from tests.monitor.build import make_diagnosis, make_dump, make_process, make_thread
-from tests.recipes import bare_recipe
 
 from longtake.fsio import write_once
 from longtake.monitor.stall_record import Suspect, WaitingRanks

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tests.recipes import bare_recipe
+from tests.build import bare_recipe
 
 from longtake import fsio
 from longtake.data.encode import write_image, write_video

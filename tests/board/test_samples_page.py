@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from tests.board.sampled_run import PROMPTS, STEPS, add_result, make_run, write_reference
-from tests.recipes import bare_recipe
+from tests.build import bare_recipe
 
-from longtake import fsio
 from longtake.board.pages import ServerLinks
 from longtake.board.samples_page import cell_size, columns, render_samples, sample_options
 from longtake.board.server import Board
 from longtake.evaluation_dir import Alarm, EvaluationDirectory
 from longtake.inspection.reader import RunReader
+from longtake.lease import Leases
 from longtake.run_dir import RunDirectory
 
 
@@ -274,20 +274,9 @@ def test_the_command_has_options_that_are_not_the_recipes() -> None:
 
 def test_what_failed_is_said(run: RunDirectory) -> None:
     add_result(run, "shapes", 40)
-    claim = EvaluationDirectory(run).claim_path("shapes", 80, "0a1b2c3d")
-    claim.mkdir(parents=True)
-    record = {
-        "host": "here",
-        "pid": 1,
-        "place": None,
-        "started": None,
-        "time": fsio.now(),
-        "seconds": 60.0,
-        "beat": 1,
-        "ended": "failed",
-        "reason": "out of <memory>",
-    }
-    (claim / "0.json").write_text(json.dumps(record))
+    lease = Leases(60, {}).take(EvaluationDirectory(run).claim_path("shapes", 80, "0a1b2c3d"))
+    assert lease is not None
+    lease.end("failed", reason="out of <memory>")
     said = "Step 80 of shapes could not be sampled (1 attempt): out of &lt;memory&gt;"
     assert said in page(run)
     shutil.rmtree(EvaluationDirectory(run).result_path("shapes", 40))

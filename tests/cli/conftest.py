@@ -109,3 +109,11 @@ def run(place: Path, tmp_path: Path) -> Path:
     """A copy of a trained run."""
     shutil.copytree(place / "run", tmp_path / "run", ignore=shutil.ignore_patterns("tensorboard"))
     return tmp_path / "run"
+
+
+@pytest.fixture
+def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
+    """A catalog of the 64 clips that a test may change."""
+    path = tmp_path / "catalog.parquet"
+    Catalog.load(shapes_catalog).save(path)
+    return path

@@ -23,10 +23,6 @@ _MISTAKES = {
         "data index {place}/empty --out {tmp}/c.parquet",
         r"No video or image was found\. Looked in: \S+/empty; for files that end in .*\.mp4",
     ),
-    "only damaged files": (
-        "data index {place}/damaged --out {tmp}/c.parquet",
-        r"None of 2 files can be trained on.*\n.*nothing\.mkv: is empty.*\n.*page\.mp4: not a read",
-    ),
     "captions that are not there": (
         "data index {clips} --captions {tmp}/none.jsonl --out {tmp}/c.parquet",
         r"The captions \S+none\.jsonl cannot be read: No such file",

@@ -16,7 +16,6 @@ from PIL import Image
 from tests.build import change_options, wait_until
 from tests.data.catalogs import make_catalog
 
-from longtake.cli.data import _parse_size
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
 from longtake.run_dir import RunDirectory
@@ -26,14 +25,6 @@ CallJson = Callable[..., Any]
 Refuse = Callable[..., str]
 
 _WRONG_SHARDS = ("5/4", "0/4", "x", "1/2/3", "")
-
-
-@pytest.fixture
-def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
-    """A catalog that a test may change."""
-    path = tmp_path / "catalog.parquet"
-    Catalog.load(shapes_catalog).save(path)
-    return path
 
 
 def test_a_run_is_audited(place: Path, call: Call, call_json: CallJson) -> None:
@@ -206,16 +197,12 @@ def test_a_catalog_and_what_a_recipe_makes_of_it_are_drawn_in_one_file(
         assert ("data-catalog" in page, 'id="data-buckets"' in page) == (True, bool(recipe))
 
 
-def test_a_size_is_width_and_height() -> None:
-    assert _parse_size("832x480") == (480, 832)
-
-
 def test_clips_are_prepared(catalog: Path, tmp_path: Path, call: Call, call_json: CallJson) -> None:
-    arguments = ("data", "prepare", catalog, "--size", "16x16", "--out", tmp_path / "small")
+    arguments = ("data", "prepare", catalog, "--size", "32x16", "--out", tmp_path / "small")
     report = call_json(*arguments)
     assert (report["prepared"], report["reused"]) == (64, 0)
     clips = list(Catalog.load(Path(report["catalog"])).clips())
-    assert {(clip.height, clip.width, clip.num_frames) for clip in clips} == {(16, 16, 8)}
+    assert {(clip.height, clip.width, clip.num_frames) for clip in clips} == {(16, 32, 8)}
     code, _, err = call(*arguments)
     assert code == 0
     assert "64 were there already" in err

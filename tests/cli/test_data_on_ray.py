@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -20,7 +19,7 @@ from types import ModuleType
 import psutil
 import pyarrow.parquet as pq
 import pytest
-from tests.build import TINY_WAN, MakeRecipe, cache_entries
+from tests.build import TINY_WAN, MakeRecipe, cache_entries, wait_until
 
 from longtake import config
 from longtake.data import cache_fill, tasks
@@ -88,14 +87,6 @@ def clips(shapes_catalog: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     whole = min(folder.glob("*.mp4"))
     (folder / "cut.mp4").write_bytes(whole.read_bytes()[:400])
     return folder
-
-
-@pytest.fixture
-def catalog(shapes_catalog: Path, tmp_path: Path) -> Path:
-    """A catalog of the 64 clips that a test may change."""
-    path = tmp_path / "catalog.parquet"
-    Catalog.load(shapes_catalog).save(path)
-    return path
 
 
 @pytest.fixture
@@ -242,11 +233,10 @@ def test_work_goes_on_after_its_driver_was_killed(
     command = [sys.executable, "-m", "longtake", *score, str(far), "--on", "ray"]
     journal = tmp_path / ".far.parquet.slow.journal.jsonl"
     with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
-        deadline = time.monotonic() + 120
-        while not journal.exists() or journal.read_text().count("\n") < 5:
-            assert time.monotonic() < deadline
-            assert process.poll() is None, process.communicate()
-            time.sleep(0.01)
+        wait_until(
+            lambda: process.poll() or (journal.exists() and journal.read_text().count("\n") >= 5)
+        )
+        assert process.poll() is None, process.communicate()
         process.kill()
     done = journal.read_text().count("\n") - 1
     assert 4 <= done < 64
@@ -270,10 +260,7 @@ def test_a_cluster_is_reached_through_its_client_server(
     index = [sys.executable, "-m", "longtake", "data", "index", str(clips), "--out", str(far)]
     with subprocess.Popen(serve, stderr=subprocess.DEVNULL) as server:
         try:
-            deadline = time.monotonic() + 60
-            while not _listens(port):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(lambda: _listens(port), 60.0)
             ended = subprocess.run(
                 [*index, "--on", f"ray://127.0.0.1:{port}"],
                 capture_output=True,

@@ -34,7 +34,6 @@ class _Touches:
 
 @pytest.fixture
 def theirs(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that can be changed."""
     monkeypatch.setattr("longtake.evaluation.server._lower_priority", lambda device: None)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(place / "run", tmp_path / "theirs")

@@ -5,7 +5,6 @@ The watcher has to run when CUDA fails, and a help text has to open at once.
 
 import ast
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import psutil
-from tests.build import wait_until
 from tests.data.build import section
 
 from longtake.board.pages import PAGES
@@ -143,16 +141,6 @@ def test_a_board_loads_no_torch(place: Path) -> None:
             assert "libtorch" not in _loaded(board.pid)
         finally:
             board.terminate()
-
-
-def test_a_watcher_loads_no_torch(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "longtake", "watch", str(tmp_path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as watcher:
-        try:
-            wait_until(lambda: any(tmp_path.glob("nodes/*/heartbeat.json")))
-            assert "libtorch" not in _loaded(watcher.pid)
-        finally:
-            watcher.send_signal(signal.SIGINT)
 
 
 def test_a_decoding_process_loads_no_torch(shapes_catalog: Path) -> None:

@@ -6,9 +6,11 @@ from types import ModuleType
 
 import pytest
 from rich.console import Console
+from tests.build import bare_recipe
 from tests.cluster import hosts
 from tests.cluster.hosts import Cluster
 
+from longtake import config
 from longtake.faults.sandbox import Sandbox
 
 
@@ -34,25 +36,16 @@ def three_hosts(
 def write_recipe(shapes_catalog: Path, tmp_path: Path) -> Callable[..., Path]:
     """Writes a recipe of a small run in tmp_path/run; gives its path."""
 
-    def write(path: Path, learning_rate: str = "3e-3") -> Path:
-        path.write_text(
-            f"""
-            out = "{tmp_path / "run"}"
-            [data]
-            catalog = "{shapes_catalog}"
-            buckets = [{{ num_frames = 8, height = 32, width = 32 }}]
-            [model]
-            family = "tubelet"
-            config = {{ hidden_size = 48, num_blocks = 2 }}
-            [text]
-            max_tokens = 6
-            [optimizer]
-            learning_rate = {learning_rate}
-            [training]
-            steps = 12
-            global_batch_size = 4
-            """
+    def write(path: Path, learning_rate: float = 3e-3) -> Path:
+        recipe = bare_recipe(
+            tmp_path / "run",
+            data={"catalog": str(shapes_catalog)},
+            model={"config": {"hidden_size": 48, "num_blocks": 2}},
+            text={"max_tokens": 6},
+            optimizer={"learning_rate": learning_rate},
+            training={"steps": 12},
         )
+        path.write_text(config.dump(recipe))
         return path
 
     return write

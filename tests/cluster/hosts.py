@@ -171,11 +171,9 @@ class Cluster:
         return real
 
     def unplug(self, host: str) -> None:
-        """Take a host's link down."""
         self.must(_SWITCH, "ip", "link", "set", self._port(host), "down")
 
     def plug(self, host: str) -> None:
-        """Bring it up again."""
         self.must(_SWITCH, "ip", "link", "set", self._port(host), "up")
 
     def limit(self, host: str, rate: str) -> None:
@@ -185,7 +183,6 @@ class Cluster:
         self.must(host, "tc", "qdisc", "replace", "dev", "eth0", *limits)
 
     def unlimit(self, host: str) -> None:
-        """Remove the limit."""
         self.must(_SWITCH, "tc", "qdisc", "del", "dev", self._port(host), "root")
         self.must(host, "tc", "qdisc", "del", "dev", "eth0", "root")
 
@@ -228,15 +225,9 @@ class Cluster:
 
 @contextmanager
 def hosts(count: int, folder: Path, *, with_ssh: bool = False) -> Iterator[Cluster]:
-    """Start hosts node0, node1, ...; they end with the block.
+    """Start at most 200 hosts node0, node1, ...; they end with the block.
 
-    Args:
-        count: how many; at most 200.
-        folder: for their keys and files; all hosts see it at the same path.
-        with_ssh: whether each has an sshd; one that is booted again has none.
-
-    Raises:
-        RunError: they cannot be made; ask `why_not` before.
+    All see `folder`, with their keys and files, at its path. One that is booted again has no sshd.
     """
     folder = folder.absolute() / "cluster"
     folder.mkdir(parents=True)

@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.build import change_options
 from tests.cluster.hosts import Cluster
 
 from longtake.faults.sandbox import RANK_ENVIRONMENT, RunObserver
@@ -28,13 +29,9 @@ def core_shares(count: int) -> list[str]:
 
 
 class Launchers(RunObserver):
-    """The launchers of all hosts, which meet on the first; killed when the block is left.
+    """Launchers of recipe.toml on all hosts, which meet on the first; killed with the block.
 
-    Args:
-        folder: with recipe.toml, where they work; all hosts see it.
-        cluster: the hosts.
-        nodes: how many of them are needed, such as `3` or `2:3`.
-        changes: of the recipe, `key=value`.
+    `nodes`: how many hosts are needed, such as `3` or `2:3`.
     """
 
     def __init__(
@@ -43,9 +40,10 @@ class Launchers(RunObserver):
         super().__init__(folder, cluster.names)
         self._cluster = cluster
         meet = ["--rdzv-endpoint", f"{cluster.names[0]}:{_PORT}"]
-        options = [part for change in changes for part in ("--set", change)]
         ranks = ["--nnodes", nodes, "--nproc-per-node", "1"]
-        self._command = program("longtake", "launch", "recipe.toml", *ranks, *meet, *options)
+        self._command = program(
+            "longtake", "launch", "recipe.toml", *ranks, *meet, *change_options(*changes)
+        )
         self._launchers: dict[str, subprocess.Popen[str]] = {}
         for host in cluster.names:
             self.start(host)

@@ -110,23 +110,10 @@ class PrivateSlurm:
         env = {**self.environment, **environment}
         return self.cluster.run(self.cluster.names[0], argv, env=env, cwd=cwd)
 
-    def job(self, number: str) -> dict[str, str]:
-        """What is known of a job, by the names that `scontrol` uses."""
-        told = self.run(["scontrol", "--oneliner", "show", "job", number]).stdout
-        return dict(part.split("=", 1) for part in told.split() if "=" in part)
-
 
 @contextmanager
 def private_slurm(cluster: Cluster, folder: Path) -> Iterator[PrivateSlurm]:
-    """Start a Slurm on some hosts; it ends with the block.
-
-    Args:
-        cluster: the hosts.
-        folder: an empty or new one that all of them see.
-
-    Raises:
-        SlurmNotStartedError: it does not start.
-    """
+    """Start a Slurm on hosts, in a new folder that all of them see; it ends with the block."""
     slurm = PrivateSlurm(folder.absolute(), cluster)
     _write_settings(slurm)
     daemons: list[subprocess.Popen[str]] = []
@@ -180,13 +167,7 @@ def _write_settings(slurm: PrivateSlurm) -> None:
 
 
 class SlurmJob(RunObserver):
-    """A job that `longtake launch --slurm` submitted; cancelled when the block is left.
-
-    Args:
-        folder: with recipe.toml, where it works; all hosts see it.
-        slurm: where it is submitted.
-        options: of `longtake launch --slurm`.
-    """
+    """A job of recipe.toml that `longtake launch --slurm` submitted; cancelled with the block."""
 
     def __init__(self, folder: Path, slurm: PrivateSlurm, options: Sequence[str]) -> None:
         super().__init__(folder, slurm.cluster.names)
@@ -216,8 +197,9 @@ class SlurmJob(RunObserver):
         return was_running
 
     def facts(self) -> dict[str, str]:
-        """What Slurm knows of it."""
-        return self._slurm.job(self._number)
+        """The job's record, by the names that `scontrol` uses."""
+        told = self._slurm.run(["scontrol", "--oneliner", "show", "job", self._number]).stdout
+        return dict(part.split("=", 1) for part in told.split() if "=" in part)
 
     def set_limit(self, minutes: str) -> None:
         """Change its time limit; RunError if Slurm refuses."""
@@ -225,10 +207,6 @@ class SlurmJob(RunObserver):
         done = self._slurm.run(update)
         if done.returncode:
             raise RunError(f"The limit could not be changed: {done.stderr.strip()}")
-
-    def wait_for_restart(self) -> None:
-        """Return when Slurm has requeued it; RunError if it ends instead."""
-        self.wait_until(lambda: int(self.facts()["Restarts"]), "it was requeued")
 
     @contextmanager
     def stopped(self) -> Iterator[list[int]]:
@@ -243,14 +221,9 @@ class SlurmJob(RunObserver):
             for pid in ranks:
                 os.kill(pid, signal.SIGCONT)
 
-    def wait_for_signal(self, pids: Sequence[int], number: signal.Signals) -> None:
-        """Return when a signal is pending for stopped processes; RunError if the job ends."""
-        self.wait_until(
-            lambda: all(_is_pending(pid, number) for pid in pids), f"{number.name} came"
-        )
 
-
-def _is_pending(pid: int, number: signal.Signals) -> bool:
+def is_pending(pid: int, number: signal.Signals) -> bool:
+    """Tell whether a signal waits for a stopped process."""
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
     pending = next(line for line in lines if line.startswith("ShdPnd:")).split()[1]
     return bool(int(pending, 16) >> (number - 1) & 1)

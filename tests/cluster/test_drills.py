@@ -14,7 +14,7 @@ import pytest
 from tests.cluster import private_slurm
 from tests.cluster.hosts import hosts
 from tests.cluster.launchers import Launchers
-from tests.cluster.private_slurm import SlurmJob, SlurmNotStartedError
+from tests.cluster.private_slurm import SlurmJob, SlurmNotStartedError, is_pending
 
 from longtake.faults.expect import Evidence
 from longtake.faults.nodes import wait_for_recovery
@@ -197,9 +197,11 @@ def test_a_job_is_requeued_at_its_time_limit_and_resumes(sandbox: Sandbox) -> No
             with job.stopped() as ranks:  # so that the training is not over before Slurm looks
                 minutes = int(time.monotonic() - job.began) // 60 + _SIGNAL_SECONDS // 60
                 job.set_limit(str(minutes))
-                job.wait_for_signal(ranks, signal.SIGUSR1)
+                job.wait_until(
+                    lambda: all(is_pending(pid, signal.SIGUSR1) for pid in ranks), "SIGUSR1 came"
+                )
             interrupted = job.wait_for_event("interrupted")
-            job.wait_for_restart()
+            job.wait_until(lambda: int(job.facts()["Restarts"]), "it was requeued")
             job.set_limit("60")
             resumed = job.wait_for_event("resumed")
             job.finish()

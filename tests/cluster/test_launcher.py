@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Literal
 
 import psutil
 import pytest
+from tests.build import change_options, wait_until
 
 from longtake.cluster.launcher import classify_exit
 from longtake.failures import RankFailure
@@ -36,9 +36,8 @@ def _launch(
     *options: str,
     then: Callable[["subprocess.Popen[str]"], None] | None = None,
 ) -> LaunchResult:
-    command = program("longtake", "launch", "recipe.toml", *_RANKS, *options)
-    for change in _QUICK:
-        command += ["--set", change]
+    quick = change_options(*_QUICK)
+    command = program("longtake", "launch", "recipe.toml", *_RANKS, *options, *quick)
     with subprocess.Popen(
         command,
         cwd=site.folder,
@@ -70,12 +69,15 @@ def _listening(pid: int) -> list[str]:
 
 
 def _wait_for_rows(process: "subprocess.Popen[str]", site: TrainingSite, count: int) -> None:
-    until = time.monotonic() + _SECONDS
     path = site.run.metrics_path
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.01)
+    wait_until(
+        lambda: (
+            process.poll() is not None
+            or (path.exists() and path.read_bytes().count(b"\n") >= count)
+        ),
+        _SECONDS,
+    )
+    assert process.poll() is None
 
 
 _SLOW = """
@@ -263,12 +265,11 @@ class Adapter(nn.Module):
 def test_out_of_memory_is_explained_and_not_tried_again(site: TrainingSite, tmp_path: Path) -> None:
     """It names what was planned and what was measured; the same again would end the same way."""
     (site.folder / "too_large.py").write_text(_TOO_LARGE)
-    within = (
+    changes = change_options(
         "trainable.modules.own.module=too_large:Adapter",
         "recompute.memory=1GiB",
         f"out={tmp_path / 'run'}",
     )
-    changes = (part for change in within for part in ("--set", change))
     ended = _launch(site, "--nproc-per-node", "1", *changes)
     assert ended.code == 2
     assert re.search(r"Out of memory in step \d+ on rank 0 \(cpu\), .* 2\.00 GiB more", ended.said)

@@ -4,13 +4,12 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import own_address
+from tests.build import own_address, wait_until
 from tests.cluster.hosts import Cluster
 
 from longtake.cluster.rendezvous import Rendezvous
@@ -48,7 +47,7 @@ def test_nodes_that_differ(
 ) -> None:
     local = tmp_path / "local"
     own = {host: three_hosts.own(host, _made(local)) for host in ("node0", "node1")}
-    for host, version, rate in (("node0", "17.0.1", "3e-3"), ("node1", "16.1.0", "1e-3")):
+    for host, version, rate in (("node0", "17.0.1", 3e-3), ("node1", "16.1.0", 1e-3)):
         _package(own[host] / "packages", version)
         write_recipe(own[host] / "r.toml", learning_rate=rate)
     three_hosts.own("node1", _made(tmp_path / "run"))
@@ -117,9 +116,8 @@ def test_a_process_ends_with_its_stdin_and_leaves_nothing(
         assert process.stdin is not None
         other = ProcessInfo(1, 2, 0, "other", "1", (host, port))
         Rendezvous(other, 300.0)
-        while not list(tmp_path.glob("run/.longtake_preflight_*")):
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_until(lambda: list(tmp_path.glob("run/.longtake_preflight_*")) or process.poll())
+        assert process.poll() is None
         process.stdin.close()
         process.wait(240)
     assert not (tmp_path / "run").exists()

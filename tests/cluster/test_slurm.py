@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import wait_until
-from tests.recipes import bare_recipe
+from tests.build import bare_recipe, change_options, wait_until
 
 from longtake.cluster.options import LaunchOptions
 from longtake.cluster.slurm import BatchJob, SlurmOptions
@@ -73,7 +72,6 @@ def test_flags_of_the_user_replace_ours(job: BatchJob) -> None:
 
 @pytest.mark.parametrize("flag", ["", "=3", "Mem 3", "comment=two\nlines"])
 def test_what_sbatch_could_not_read_is_refused(job: BatchJob, flag: str) -> None:
-    """It would become another line of the script."""
     with pytest.raises(LongtakeError):
         _with_slurm(job, flags=(flag,)).script()
 
@@ -84,7 +82,7 @@ def test_the_shell_reads_names_and_values_as_they_are(job: BatchJob) -> None:
     ]
     show = "\n".join([*lines, 'printf "%s\\n" "${longtake[@]}" "${recipe[@]}"'])
     said = subprocess.run(["bash", "-c", show], capture_output=True, text=True, check=True).stdout
-    changes = [part for change in job.launch.changes for part in ("--set", change)]
+    changes = change_options(*job.launch.changes)
     wanted = [str(job.python), "-P", "-m", "longtake", str(job.launch.path), *changes]
     assert said.splitlines() == wanted
 
@@ -130,7 +128,6 @@ def test_a_number_of_processes_is_one_word_of_the_script(job: BatchJob) -> None:
 
 
 def test_a_job_of_one_node_opens_no_port(job: BatchJob) -> None:
-    """Several nodes need one."""
     assert "--rdzv-endpoint" in job.script()
     assert "--rdzv-endpoint" not in _with_launch(job, nodes=(1, 1)).script()
 

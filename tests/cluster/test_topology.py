@@ -99,7 +99,6 @@ def test_many_names_in_one_line(nodes: list[str], expected: str) -> None:
     assert fold_hosts(nodes) == expected
 
 
-def test_processes_by_node() -> None:
-    """Interleaved ranks belong to their nodes; two nodes of one name are told apart by a number."""
+def test_interleaved_ranks_belong_to_nodes_and_equal_names_get_a_number() -> None:
     came = {0: ("b", "0"), 1: ("a", "1"), 2: ("b", "0"), 3: ("a", "2")}
     assert group_by_node(came) == (["b", "a", "a (2)"], [[0, 2], [1], [3]])

@@ -58,8 +58,9 @@ def watched(world: _World) -> Iterator[Clock]:
 
 
 @pytest.mark.parametrize("milliseconds", [-1, -7, -2013, 1, 3_600_000])
-def test_step_exact(world: _World, watched: Clock, milliseconds: int) -> None:
-    """A step of a millisecond or an hour is one change, of exactly its size and direction."""
+def test_a_step_is_one_change_of_exactly_its_size(
+    world: _World, watched: Clock, milliseconds: int
+) -> None:
     world.go(0.25)
     watched.look()
     world.go(0.25)
@@ -74,8 +75,9 @@ def test_step_exact(world: _World, watched: Clock, milliseconds: int) -> None:
 
 
 @pytest.mark.parametrize("ppm", [500.0, -500.0, 83_333.0])
-def test_slew(world: _World, watched: Clock, ppm: float) -> None:
-    """A clock that is made faster or slower is a slew, found within 16 s, and no step."""
+def test_a_slew_is_found_within_16_seconds_and_is_no_step(
+    world: _World, watched: Clock, ppm: float
+) -> None:
     for _ in range(64):
         world.go(0.25, ppm)
         watched.look()
@@ -91,8 +93,9 @@ def test_slew(world: _World, watched: Clock, ppm: float) -> None:
     assert steady.seconds == pytest.approx(16 * ppm * 1e-6, rel=0.1)
 
 
-def test_oscillator_is_no_slew(world: _World, watched: Clock) -> None:
-    """A correction of 150 ppm is what an oscillator may need: it is measured, and no event."""
+def test_a_correction_that_an_oscillator_may_need_is_no_event(
+    world: _World, watched: Clock
+) -> None:
     for _ in range(200):
         world.go(0.25, 150)
         watched.look()
@@ -100,8 +103,7 @@ def test_oscillator_is_no_slew(world: _World, watched: Clock) -> None:
     assert watched.sample()["clock_slew_ppm"] == pytest.approx(150, abs=0.01)
 
 
-def test_step_while_slewed(world: _World, watched: Clock) -> None:
-    """A step while the clock is slewed does not spoil what is said of the slew."""
+def test_a_step_does_not_spoil_what_is_said_of_a_slew(world: _World, watched: Clock) -> None:
     for number in range(64):
         world.go(0.25, 400)
         world.real -= 5 * _MS * (number == 30)
@@ -112,8 +114,7 @@ def test_step_while_slewed(world: _World, watched: Clock) -> None:
     assert slewed.ppm == pytest.approx(400, rel=0.01)
 
 
-def test_real_clock_is_quiet() -> None:
-    """Reading the machine's own clocks a thousand times finds no step, and offsets within 50 us."""
+def test_the_machines_own_clock_makes_no_steps() -> None:
     watched = Clock()
     offsets = [clock.read_clocks().offset_ns for _ in range(1000)]
     watched.look()
@@ -182,8 +183,7 @@ def test_real_chronyd(ask: tuple[str, ...]) -> None:
     assert abs(frequency) < 1e-3 or (re.search(r"ppm fast", told) is not None) == (frequency > 0)
 
 
-def test_no_chronyd() -> None:
-    """Where no chronyd answers, or no chronyc is installed, there are no numbers and no error."""
+def test_without_chrony_there_are_no_numbers_and_no_error() -> None:
     assert (
         Chrony(("chronyc", "-h", "127.0.0.1", "-p", str(_free_port()), "tracking")).sample() == {}
     )
@@ -191,14 +191,12 @@ def test_no_chronyd() -> None:
     assert parse_tracking("506 Cannot talk to daemon") == {}
 
 
-def test_unsynchronised() -> None:
-    """A chronyd without a source that answers says so: stratum 16."""
+def test_a_chronyd_without_a_source_is_of_stratum_16() -> None:
     line = "00000000,,0,0.0,0.0,0.0,0.0,0.0,0.0,0.0,1.0,1.0,0.0,Not synchronised"
     assert parse_tracking(line)["clock_ntp_stratum"] == 16
 
 
-def test_asked_once_a_minute(tmp_path: Path) -> None:
-    """Samples in quick succession ask chrony once."""
+def test_samples_in_quick_succession_ask_chrony_once(tmp_path: Path) -> None:
     program = tmp_path / "chronyc"
     program.write_text('#!/bin/sh\necho x >> "$0.asked"\nexit 1\n')
     program.chmod(0o755)
@@ -208,8 +206,7 @@ def test_asked_once_a_minute(tmp_path: Path) -> None:
     assert (tmp_path / "chronyc.asked").read_text() == "x\n"
 
 
-def test_kernel_clock() -> None:
-    """The kernel's corrections are within what it allows: 500 ppm and a tenth by ticks, 16 s."""
+def test_the_kernels_corrections_are_within_what_it_allows() -> None:
     found = KernelClock().sample()
     assert set(found) == set(KernelClock.numbers)
     assert abs(found["clock_kernel_correction_ppm"]) <= 100_500
@@ -217,8 +214,7 @@ def test_kernel_clock() -> None:
     assert abs(found["clock_kernel_offset_seconds"]) <= 0.5
 
 
-def test_time_daemons(tmp_path: Path) -> None:
-    """Two programs that set the clock are named; linuxptp's two are one; others do not count."""
+def test_programs_that_set_the_clock_are_named_and_linuxptps_two_are_one(tmp_path: Path) -> None:
     for pid, name in enumerate(("chronyd", "ptp4l", "phc2sys", "python", "chronyd")):
         (tmp_path / str(pid)).mkdir()
         (tmp_path / str(pid) / "comm").write_text(f"{name}\n")
@@ -242,8 +238,7 @@ def _exchange(ahead: float, reads: int, seed: int = 0) -> tuple[dict[str, float]
 
 @pytest.mark.parametrize("ahead", [0.0, 0.03, -0.03, 3.0, -3.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_interval_holds_the_offset(ahead: float, seed: int) -> None:
-    """Both bounds hold, on both nodes; after thirty reads they are within 0.3 s."""
+def test_both_bounds_of_an_offset_hold_on_both_nodes(ahead: float, seed: int) -> None:
     for known, other in zip(_exchange(ahead, 30, seed), "ba", strict=True):
         at_least = known.get(f"clock_offset_at_least_seconds:{other}", 0.0)
         at_most = known[f"clock_offset_at_most_seconds:{other}"]
@@ -252,8 +247,7 @@ def test_interval_holds_the_offset(ahead: float, seed: int) -> None:
         assert at_most - at_least < 0.3
 
 
-def test_one_side_alone() -> None:
-    """A date that is still to come proves an offset by itself; one that is past proves none."""
+def test_only_a_date_that_is_still_to_come_proves_an_offset_by_itself() -> None:
     ahead = ClockOffsets("a").look("b", {"wall": 105.0}, 100.0)
     assert ahead["clock_offset_at_least_seconds:b"] == 5
     assert "clock_offset_at_most_seconds:b" not in ahead
@@ -262,8 +256,7 @@ def test_one_side_alone() -> None:
     assert ClockOffsets("a").look("b", {}, 100.0) == {}
 
 
-def test_forgets() -> None:
-    """After this node's clock was set, what was known before does not count."""
+def test_what_was_known_before_this_clock_was_set_does_not_count() -> None:
     offsets = ClockOffsets("a")
     offsets.look("b", {"wall": 105.0}, 100.0)
     offsets.forget()

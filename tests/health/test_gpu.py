@@ -98,8 +98,7 @@ def test_through_a_driver(tmp_path: Path) -> None:
     assert first["gpu_xid_errors_total:1"] == 0
 
 
-def test_kernel_log(tmp_path: Path) -> None:
-    """XIDs that are written to the kernel's log from now on are found, with their GPU."""
+def test_xids_that_are_logged_from_now_on_are_found_with_their_gpu(tmp_path: Path) -> None:
     path = tmp_path / "kmsg"
     line = "4,7,8,-;NVRM: Xid (PCI:0000:{bus}:00): {xid}, pid=1, GPU has fallen off the bus.\n"
     path.write_text(line.format(bus="3b", xid=13))

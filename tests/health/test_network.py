@@ -30,8 +30,9 @@ def _of(found: list[TcpConnection], own: str) -> TcpConnection:
     return one
 
 
-def test_a_real_connection(ends: tuple[socket.socket, socket.socket]) -> None:
-    """Both ends are there, with addresses and with what was sent and confirmed."""
+def test_both_ends_of_a_connection_are_there_with_what_was_confirmed(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
     here, there = ends
     here.sendall(b"x" * 10_000)
     there.recv(10_000)
@@ -65,8 +66,9 @@ def test_what_nobody_takes_is_not_the_links_fault(
     assert after.busy_seconds - before.busy_seconds < 0.25
 
 
-def test_numbers_of_a_rank(ends: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
-    """The peer has its node's name; an address that nobody knows stands for itself."""
+def test_a_peer_has_its_nodes_name_or_else_its_address(
+    ends: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
     here, there = ends
     heart = HeartbeatWriter(tmp_path, "rank", rank=3)
     heart.set_phase("collective")

@@ -44,8 +44,9 @@ def _port(
     _write(folder, state=state, rate=rate, **counters)
 
 
-def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State, rate, data in words of four bytes, and errors are read from the kernel's tree."""
+def test_state_rate_data_and_errors_of_an_infiniband_port_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     counters = {"counters__port_rcv_data": "1000", "counters__symbol_error": "400"}
@@ -68,15 +69,13 @@ def test_infiniband(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert _names(second) <= set(InfiniBand.numbers)
 
 
-def test_infiniband_absent_or_odd(tmp_path: Path) -> None:
-    """No InfiniBand gives nothing; a port with files that say nothing gives what it can."""
+def test_a_port_with_odd_files_gives_what_it_can(tmp_path: Path) -> None:
     assert InfiniBand(tmp_path / "none").sample() == {}
     _port(tmp_path, state="", rate="", counters__port_rcv_data="N/A")
     assert InfiniBand(tmp_path).sample() == {"link_up:mlx5_0/1": 0.0}
 
 
-def test_real_ethernet() -> None:
-    """The node's own cards are read, and nothing is told that is not explained."""
+def test_the_nodes_own_cards_are_read_and_all_numbers_explained() -> None:
     check = Ethernet()
     check.sample()
     time.sleep(0.01)
@@ -88,8 +87,7 @@ def test_real_ethernet() -> None:
         assert found[f"link_receive_bytes_per_second:{card}"] >= 0
 
 
-def test_ethernet_ignores_virtual_cards(tmp_path: Path) -> None:
-    """Where there is a real card, bridges and containers' cards are not watched."""
+def test_beside_a_real_card_virtual_ones_are_not_watched(tmp_path: Path) -> None:
     _write(
         tmp_path / "eth0", operstate="up", speed="100000", device__vendor="x", carrier_changes="2"
     )
@@ -102,8 +100,7 @@ def test_ethernet_ignores_virtual_cards(tmp_path: Path) -> None:
     }
 
 
-def test_rates() -> None:
-    """A count that falls gives no rate: the device was reset."""
+def test_a_count_that_falls_gives_no_rate() -> None:
     rates = Rates()
     assert rates.rate("a", "eth0", None) == rates.rate("a", "eth0", 5) == {}
     assert rates.rate("a", "eth0", 4) == rates.rate("a", "eth1", 9) == {}
@@ -111,8 +108,7 @@ def test_rates() -> None:
     assert rates.rate("a", "eth0", 10)["a"] > 0
 
 
-def test_real_disk(tmp_path: Path) -> None:
-    """A real disk takes some time, has some disk_space, and no file is left on it."""
+def test_a_real_disk_is_measured_and_no_file_is_left_on_it(tmp_path: Path) -> None:
     found = DiskProbe(tmp_path, {"run": tmp_path, "gone": tmp_path / "gone"}).sample()
     assert 0 < found["disk_write_seconds:run"] < 30
     assert 0 <= found["disk_read_seconds:run"] < 30
@@ -123,8 +119,9 @@ def test_real_disk(tmp_path: Path) -> None:
     assert disk_space(tmp_path)["disk_size_bytes"] == found["disk_size_bytes:run"]
 
 
-def test_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk without room is full; a folder that is gone fails for another reason."""
+def test_a_disk_without_room_is_full_and_a_missing_folder_fails_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gone = DiskProbe(tmp_path / "gone", {}).sample()
     assert gone == {"disk_is_full:run": 0.0, "disk_is_failing:run": 1.0}
 
@@ -135,8 +132,7 @@ def test_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert DiskProbe(tmp_path, {}).sample() == {"disk_is_full:run": 1.0, "disk_is_failing:run": 0.0}
 
 
-def test_real_load() -> None:
-    """Memory and load are those of /proc; shares are shares; all is explained."""
+def test_memory_and_load_are_those_of_proc() -> None:
     found = LoadProbe().sample()
     assert set(found) <= set(LoadProbe.numbers)
     assert 0 < found["memory_available_bytes"] <= found["memory_size_bytes"]
@@ -144,8 +140,7 @@ def test_real_load() -> None:
     assert all(0 <= each <= 1 for name, each in found.items() if name.endswith("_share"))
 
 
-def test_load_absent(tmp_path: Path) -> None:
-    """A system without these files gives nothing, and no error."""
+def test_a_system_without_files_of_its_load_gives_nothing(tmp_path: Path) -> None:
     assert LoadProbe(tmp_path).sample() == {}
 
 
@@ -174,10 +169,9 @@ def test_load_absent(tmp_path: Path) -> None:
         ("", {}, (None, None, None)),
     ],
 )
-def test_cgroup(
+def test_both_versions_of_control_groups_tell_use_limit_and_kills(
     tmp_path: Path, groups: str, files: dict[str, str], expected: tuple[float | None, ...]
 ) -> None:
-    """Both versions of control groups tell what is used, the limit, and whom the kernel ended."""
     _write(tmp_path / "root", **files)
     (tmp_path / "groups").write_text(groups)
     found = CgroupMemory(tmp_path / "groups", tmp_path / "root").sample()
@@ -196,8 +190,7 @@ def test_without_a_count_of_the_cgroup_kills_are_those_of_the_machine(
     assert oom_kills(tmp_path / "vmstat") == 5
 
 
-def test_open_files(tmp_path: Path) -> None:
-    """The process that is nearest to its limit is told of; one that is gone is not."""
+def test_the_process_that_is_nearest_to_its_limit_of_open_files_is_told(tmp_path: Path) -> None:
     before = open_files([os.getpid(), 2**22 + 1])["open_files"]
     with (tmp_path / "a").open("w"), (tmp_path / "b").open("w"):
         found = open_files([os.getpid()])
@@ -206,8 +199,7 @@ def test_open_files(tmp_path: Path) -> None:
     assert open_files([2**22 + 1]) == {}
 
 
-def test_steps(tmp_path: Path) -> None:
-    """Work per step and steps per second are those since the last sample, by rank."""
+def test_work_and_rate_of_steps_are_those_since_the_last_sample(tmp_path: Path) -> None:
     heart, check = HeartbeatWriter(tmp_path, "rank", rank=3, world_size=4), StepProbe(tmp_path)
     for step in range(10):
         heart.begin_step(step, "8x32x32")
@@ -229,8 +221,7 @@ def test_steps(tmp_path: Path) -> None:
     assert "steps_per_second:3" not in check.sample()
 
 
-def test_steps_tell_of_checkpoints(tmp_path: Path) -> None:
-    """A checkpoint is near while a rank saves, also between two samples, and for six more."""
+def test_a_checkpoint_is_near_while_a_rank_saves_and_for_six_samples_more(tmp_path: Path) -> None:
     heart, check = HeartbeatWriter(tmp_path, "rank"), StepProbe(tmp_path)
     for step in range(10):
         heart.begin_step(step, "8x32x32")
@@ -262,8 +253,7 @@ class _Hanging(HealthProbe):
         self.lets_go.set()
 
 
-def test_check_that_goes_on() -> None:
-    """Numbers come with the same sample if they are there in time."""
+def test_numbers_that_come_in_time_are_in_the_same_sample() -> None:
     check = ThreadedProbe(_Hanging(), patience_seconds=10)
     threading.Timer(0.05, lambda: check._probe.close()).start()
     assert check.sample() == {"answers": 42.0, "check_hangs_seconds:hanging": 0.0}
@@ -275,8 +265,7 @@ class _Failing(_Hanging):
         raise ValueError("a driver said something that nobody expects")
 
 
-def test_check_that_fails() -> None:
-    """A fault in a check gives no numbers, and does not end it."""
+def test_a_fault_in_a_check_gives_no_numbers_and_does_not_end_it() -> None:
     check = ThreadedProbe(_Failing(), patience_seconds=10)
     for _ in range(2):
         assert check.sample() == {"check_hangs_seconds:hanging": 0.0}

@@ -27,14 +27,12 @@ def run(told: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """A run with what a bundle must have, and what it must not have."""
     path = tmp_path / "planted-host-run"
     shutil.copytree(told.path, path)
-    recipe = config.changed(
-        told.recipe(),
-        [
-            "out=/home/planted_user/runs/a",
-            "watch.hook=curl https://example.org/s3cr3t-of-the-hook",
-            'trainable.modules.mine.module="my_planted.adapter:Adapter"',
-        ],
-    )
+    changes = [
+        "out=/home/planted_user/runs/a",
+        "watch.hook=curl https://example.org/s3cr3t-of-the-hook",
+        'trainable.modules.mine.module="my_planted.adapter:Adapter"',
+    ]
+    recipe = config.changed(told.recipe(), changes)
     (path / "recipe.toml").write_text(config.dump(recipe))
     node = path / "nodes" / "planted-host"
     for folder in ("stacks", "logs/20260501T120000"):
@@ -91,18 +89,8 @@ def test_a_bundle_has_what_explains_a_run_and_no_secret(run: RunDirectory, tmp_p
         json.loads(line)
     assert set(files[f"{node}/watcher.log"].splitlines()) == {b"a line of the watcher"}
     readme = files["bundle/README.txt"].decode()
-    for reason in (
-        "health.jsonl: it is a link",
-        "wandb.json: it is a named pipe",
-        "2 older than",
-    ):
-        assert reason in readme
-
-
-def test_the_same_run_gives_the_same_names(run: RunDirectory) -> None:
-    first, second = collect(run), collect(run)
-    assert [each.name for each in first.files] == [each.name for each in second.files]
-    assert first.removed == second.removed
+    reasons = ("health.jsonl: it is a link", "wandb.json: it is a named pipe", "2 older than")
+    assert all(reason in readme for reason in reasons)
 
 
 @pytest.mark.parametrize("damage", ["recipe.toml", "run.json", "events.jsonl", "all"])
@@ -141,7 +129,9 @@ def test_a_module_inside_the_run_is_left_out(
 
 
 def test_nothing_but_what_was_listed_is_written(run: RunDirectory, tmp_path: Path) -> None:
-    bundle = collect(run)
+    bundle, again = collect(run), collect(run)
+    assert [each.name for each in bundle.files] == [each.name for each in again.files]
+    assert bundle.removed == again.removed
     write(bundle, tmp_path / "one.tar.gz")
     write(bundle, tmp_path / "two.tgz")
     data = (tmp_path / "one.tar.gz").read_bytes()

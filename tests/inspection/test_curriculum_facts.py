@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
+from tests.build import bare_recipe
 from tests.data import build
 from tests.data.catalogs import make_catalog
-from tests.recipes import bare_recipe
 
 from longtake.config import Bucket, Recipe, Stage
 from longtake.data.catalog import Catalog, Duplicate, Rejection

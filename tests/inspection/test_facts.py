@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import typer
+from tests.build import bare_recipe
 from tests.data.build import clip
 from tests.data.catalogs import make_catalog
-from tests.recipes import bare_recipe
 
 from longtake.cli.app import app
 from longtake.config import STEM

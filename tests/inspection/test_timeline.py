@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.build import bare_recipe
 from tests.fuzz.mutations import damage_json, damage_lines
-from tests.recipes import bare_recipe
 
 from longtake.errors import LongtakeError, RecordError
 from longtake.inspection.rows import read_rows

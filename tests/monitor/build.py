@@ -129,3 +129,9 @@ def _earlier(process: ProcessDump, seconds: float) -> ProcessDump:
     heartbeat = process["heartbeat"] or {}
     age = max(0.0, heartbeat["seconds"] - seconds)
     return {**process, "heartbeat": {**heartbeat, "seconds": age}}
+
+
+def make_collective(**changes: Any) -> dict[str, Any]:
+    """An entry of NCCL's flight recorder."""
+    facts = {"pg_id": 0, "profiling_name": "nccl:all_reduce", "input_sizes": [[3]]}
+    return {**facts, "state": "scheduled", "retired": False, "is_p2p": False, **changes}

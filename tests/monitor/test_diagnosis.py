@@ -3,13 +3,19 @@
 import json
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from tests.monitor.build import make_diagnosis, make_dump, make_process, make_thread
+from tests.monitor.build import (
+    make_collective,
+    make_diagnosis,
+    make_dump,
+    make_process,
+    make_thread,
+)
 
 import longtake
 from longtake.fsio import parse_record
@@ -36,6 +42,9 @@ _FUTURE = [
 _DATA = [*_FUTURE, ("wait", "/src/longtake/data/decoding.py", 120), *_BASE]
 _READ = [("read", "/src/longtake/data/decode.py", 88), ("main", "/src/longtake/data/worker.py", 50)]
 
+_WAITS = make_process(10, 0, _COLLECTIVE, "forward")
+_HUNG = make_process(11, 1, _SLEEP, "backward")
+
 _REQUEST: DumpRequest = {
     "token": "t",
     "time": "",
@@ -48,6 +57,15 @@ _REQUEST: DumpRequest = {
 
 def _still(*processes: ProcessDump, host: str = "gpu07", missing: Any = ()) -> NodeDump:
     return make_dump(processes, processes, processes, host=host, missing=missing)
+
+
+def _starve(_: int) -> ProcessDump:
+    return make_process(10, 0, _DATA, "data", world=1)
+
+
+def _over_time(*processes: Callable[[int], ProcessDump]) -> NodeDump:
+    """A dump of processes that are made anew in each of three rounds."""
+    return make_dump(*([process(at) for process in processes] for at in range(3)))
 
 
 def _worker(pid: int, rank: int, phase: str = "decode", **changes: Any) -> ProcessDump:
@@ -136,16 +154,11 @@ def test_a_decoding_process_that_gave_the_alarm_is_named_before_anyone_starves()
 
 
 def test_a_decoding_process_that_moves_is_slow() -> None:
-    rounds = [
-        [
-            make_process(10, 0, _DATA, "data", world=1),
-            make_process(
-                21, 0, [("f", "/m.py", at)], "decode", role="decode", cpu=1.5 * at, clip="c"
-            ),
-        ]
-        for at in range(3)
-    ]
-    verdict = _judge(make_dump(*rounds))
+    def worker(at: int) -> ProcessDump:
+        calls = [("f", "/m.py", at)]
+        return make_process(21, 0, calls, "decode", role="decode", cpu=1.5 * at, clip="c")
+
+    verdict = _judge(_over_time(_starve, worker))
     assert (verdict.kind, verdict.suspects[0].pid) == ("slow", 21)
     assert verdict.suspects[0].cpu_share == pytest.approx(1.0)
     assert "slow and not stuck" in verdict.sentence
@@ -189,14 +202,10 @@ def test_a_rank_that_sleeps_never_joined() -> None:
 
 
 def test_a_rank_that_computes_is_slow() -> None:
-    rounds = [
-        [
-            make_process(10, 0, _COLLECTIVE, "collective"),
-            make_process(11, 1, [("f", "/m.py", at), *_BASE], "forward", cpu=1.4 * at),
-        ]
-        for at in range(3)
-    ]
-    verdict = _judge(make_dump(*rounds))
+    def compute(at: int) -> ProcessDump:
+        return make_process(11, 1, [("f", "/m.py", at), *_BASE], "forward", cpu=1.4 * at)
+
+    verdict = _judge(_over_time(lambda _: make_process(10, 0, _COLLECTIVE, "collective"), compute))
     assert (verdict.kind, verdict.suspects[0].rank) == ("slow", 1)
 
 
@@ -242,14 +251,10 @@ def test_the_saver_s_thread_says_where_a_checkpoint_hangs() -> None:
 
 
 def test_a_rank_that_is_gone_is_lost() -> None:
-    waits, gone = (
-        make_process(10, 0, _COLLECTIVE, "forward"),
-        make_process(11, 1, _SLEEP, "backward"),
-    )
-    verdict = _judge(_still(waits, missing=[gone["heartbeat"]]))
+    verdict = _judge(_still(_WAITS, missing=[_HUNG["heartbeat"]]))
     assert (verdict.kind, verdict.suspects[0].pid, verdict.suspects[0].state) == ("lost", 11, "")
     assert "rank 1 (process 11) is gone" in verdict.sentence
-    assert _judge(make_dump([waits, gone], [waits], [waits])).suspects[0].pid == 11
+    assert _judge(make_dump([_WAITS, _HUNG], [_WAITS], [_WAITS])).suspects[0].pid == 11
 
 
 def test_a_node_that_does_not_answer_is_lost_if_its_ranks_are_missing() -> None:
@@ -273,24 +278,15 @@ def test_a_process_alone_is_where_it_is() -> None:
 
 def test_one_that_burns_a_core_in_c_is_stuck_there() -> None:
     calls = [("av_read_frame", "/usr/lib/libavformat.so.60", 0), *_READ]
-    rounds = [
-        [
-            make_process(10, 0, _DATA, "data", world=1),
-            make_process(
-                21, 0, calls, "decode", role="decode", cpu=1.5 * at, clip="c", has_gil=True
-            ),
-        ]
-        for at in range(3)
-    ]
-    verdict = _judge(make_dump(*rounds))
-    assert (verdict.kind, verdict.suspects[0].native) == (
-        "stuck",
-        "av_read_frame (libavformat.so.60)",
-    )
-    assert (
-        "uses a full core: it is busy in C (in av_read_frame (libavformat.so.60))"
-        in verdict.sentence
-    )
+
+    def worker(at: int) -> ProcessDump:
+        facts: dict[str, Any] = {"role": "decode", "clip": "c", "has_gil": True}
+        return make_process(21, 0, calls, "decode", cpu=1.5 * at, **facts)
+
+    verdict = _judge(_over_time(_starve, worker))
+    native = "av_read_frame (libavformat.so.60)"
+    assert (verdict.kind, verdict.suspects[0].native) == ("stuck", native)
+    assert f"uses a full core: it is busy in C (in {native})" in verdict.sentence
     assert "holds the GIL" in verdict.sentence
 
 
@@ -305,17 +301,8 @@ def test_ranks_at_the_same_line_of_which_one_is_elsewhere() -> None:
 
 
 def test_the_flight_recorder_names_a_rank_that_looks_like_all_others(tmp_path: Path) -> None:
-    entry = {
-        "record_id": 1,
-        "pg_id": 0,
-        "process_group": ("0", "default_pg"),
-        "collective_seq_id": 7,
-        "profiling_name": "nccl:all_reduce",
-        "input_sizes": [[3]],
-        "state": "started",
-        "retired": False,
-        "is_p2p": False,
-    }
+    group = ("0", "default_pg")
+    entry = make_collective(record_id=1, process_group=group, collective_seq_id=7, state="started")
     for rank in range(3):
         entries = [] if rank == 2 else [entry]
         (tmp_path / f"rank_{rank}").write_bytes(pickle.dumps({"entries": entries}))
@@ -360,36 +347,22 @@ def _with(process: ProcessDump, **heartbeat: Any) -> ProcessDump:
 
 def test_an_alarm_that_is_over_is_no_stall() -> None:
     """By the last round of the alarmed process's node; the others may still wait for it."""
-    waits, hung = (
-        make_process(10, 0, _COLLECTIVE, "forward"),
-        make_process(11, 1, _SLEEP, "backward"),
-    )
-    assert _judge(_still(waits, hung), alarm=hung).kind == "stuck"
-    for after in (
-        _with(hung, phase="optimizer"),
-        _with(hung, step=104),
-        _with(hung, seconds=0.2),
-        _with(hung, phase="ended"),
-    ):
-        found = _judge(make_dump([waits, hung], [waits, after]), alarm=hung)
+    assert _judge(_still(_WAITS, _HUNG), alarm=_HUNG).kind == "stuck"
+    later: tuple[dict[str, Any], ...] = ({"phase": "optimizer"}, {"step": 104}, {"seconds": 0.2})
+    for changes in (*later, {"phase": "ended"}):
+        after = _with(_HUNG, **changes)
+        found = _judge(make_dump([_WAITS, _HUNG], [_WAITS, after]), alarm=_HUNG)
         assert (found.kind, found.suspects) == ("cleared", ())
         assert "moved on" in found.sentence
-    assert _judge(make_dump([waits, hung], [waits]), alarm=hung).kind == "cleared"
+    assert _judge(make_dump([_WAITS, _HUNG], [_WAITS]), alarm=_HUNG).kind == "cleared"
 
 
 def test_an_alarm_of_a_process_that_died_holds_for_ranks_only() -> None:
     """A decode worker was replaced by its pool; without a dump of its node nothing is known."""
-    waits, died = (
-        make_process(10, 0, _COLLECTIVE, "forward"),
-        make_process(11, 1, _SLEEP, "backward"),
-    )
-    worker = _worker(21, 1, clip="c")
-    for alarm, kind in ((died, "lost"), (worker, "cleared")):
-        found = _judge(
-            make_dump([waits, alarm], [waits], missing=[alarm["heartbeat"]]), alarm=alarm
-        )
-        assert found.kind == kind
-    assert _judge(_still(waits, host="gpu08"), alarm=died, silent=["gpu07"]).kind == "lost"
+    for alarm, kind in ((_HUNG, "lost"), (_worker(21, 1, clip="c"), "cleared")):
+        dump = make_dump([_WAITS, alarm], [_WAITS], missing=[alarm["heartbeat"]])
+        assert _judge(dump, alarm=alarm).kind == kind
+    assert _judge(_still(_WAITS, host="gpu08"), alarm=_HUNG, silent=["gpu07"]).kind == "lost"
 
 
 def test_a_decode_worker_s_alarm_has_the_runs_step() -> None:

@@ -85,6 +85,9 @@ def test_every_process_is_found_and_says_where_it_is(stage: Any) -> None:
     assert "wchan" in found[helper]["raw"]
     assert {found[pid]["method"] for pid in (rank, worker)} == {"py-spy --nonblocking"}
     assert json.loads(json.dumps(dump)) == dump
+    [tree] = dump_process_tree(rank, native=False).dumps()
+    assert list(_by_pid(tree)) == [rank, helper]
+    assert _innermost(_by_pid(tree)[rank]) == ("beating.py", "sleeps")
 
 
 def test_rounds_tell_who_moves(stage: Any) -> None:
@@ -138,11 +141,8 @@ def test_without_py_spy_processes_write_themselves(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     found = _by_pid(_dump(stage.folder()))
-    assert [found[pid]["method"] for pid in (rank, worker, helper)] == [
-        "faulthandler",
-        "faulthandler",
-        "proc",
-    ]
+    methods = [found[pid]["method"] for pid in (rank, worker, helper)]
+    assert methods == ["faulthandler", "faulthandler", "proc"]
     assert _innermost(found[rank]) == ("beating.py", "holds")
     assert _innermost(found[worker]) == ("beating.py", "sleeps")
 
@@ -181,18 +181,6 @@ def test_whoever_is_gone_is_missed(stage: Any) -> None:
     found = _dump(stage.folder())
     assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "bad")]
     assert len(_by_pid(found)) == 1
-
-
-def test_a_process_and_what_it_has_started(stage: Any) -> None:
-    rank = stage.rank("sleeps", 2, child=("sleep", "600"))
-
-    def find() -> dict[int, ProcessDump] | None:  # it says that it beats before it sleeps
-        [dump] = dump_process_tree(rank, native=False).dumps()
-        found = _by_pid(dump)
-        return found if _innermost(found[rank]) == ("beating.py", "sleeps") else None
-
-    found = wait_until(find)
-    assert list(found) == [rank, *descendants(rank)]
 
 
 _CALL, _CALLER = ("f", "a.py", 2), ("main", "a.py", 1)

@@ -72,8 +72,9 @@ def _samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_openmetrics(exporter: Exporter) -> None:
-    """All numbers of a heartbeat are there, under names, labels and types that a parser takes."""
+def test_a_parser_takes_all_numbers_of_a_heartbeat_with_names_labels_and_types(
+    exporter: Exporter,
+) -> None:
     text = _scraped(exporter)
     found = _samples(text)
     node, rank = ("node", "gpu07"), ("rank", "3")
@@ -116,7 +117,7 @@ def test_all_numbers_are_explained() -> None:
         assert len(words) > 5
 
 
-def test_port_in_use(exporter: Exporter) -> None:
+def test_a_port_in_use_is_a_problem_that_names_the_key(exporter: Exporter) -> None:
     assert exporter.port is not None
     second = Exporter(exporter.port, "127.0.0.1")
     assert second.port is None

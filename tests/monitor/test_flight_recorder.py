@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.monitor.build import make_collective
 
 from longtake.monitor import flight_recorder as flight
 from longtake.monitor.flight_recorder import FlightRecorderError, remove_all_files, remove_files
@@ -172,17 +173,12 @@ def _dump(
     counts = [program[: at + 1].count(program[at]) for at in mine]
     own = [number for number, group in enumerate(groups) if rank in group]
     entries = [
-        {
-            "record_id": place,
-            "pg_id": own.index(program[mine[place]]),
-            "process_group": (str(program[mine[place]]), ""),
-            "collective_seq_id": counts[place],
-            "profiling_name": "nccl:all_reduce",
-            "input_sizes": [[3]],
-            "state": "scheduled",
-            "retired": False,
-            "is_p2p": False,
-        }
+        make_collective(
+            record_id=place,
+            pg_id=own.index(program[mine[place]]),
+            process_group=(str(program[mine[place]]), ""),
+            collective_seq_id=counts[place],
+        )
         for place in range(done, last)
     ]
     status = {}

@@ -68,8 +68,9 @@ def test_real_node(node: NodeDirectory, watch: NodeHealth) -> None:
     assert watch.take_events() == []
 
 
-def test_clock_that_is_set(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step backwards is an event: how far, what may fail now, what to do."""
+def test_a_step_backwards_is_an_event_with_its_size_and_a_remedy(
+    watch: NodeHealth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real, back, reads = clock.read_clocks, threading.Event(), list[Clocks]()
 
     def read() -> Clocks:
@@ -88,8 +89,7 @@ def test_clock_that_is_set(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -
     assert "makestep 1.0 3" in fields["message"]
 
 
-def test_words_of_clocks() -> None:
-    """Sizes and directions are told exactly; two programs that set the clock are named."""
+def test_sizes_directions_and_programs_that_set_the_clock_are_told() -> None:
     kind, fields = clock_event("a", ClockStepped(-0.001234), ["chronyd", "ntpd"])
     assert kind == "clock_stepped"
     assert "a: the clock was set back by 1.234 ms." in fields["message"]
@@ -101,8 +101,9 @@ def test_words_of_clocks() -> None:
     assert clock_event("a", ClockSteady(0.01), [])[0] == "recovered"
 
 
-def test_disk_that_hangs(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that hangs stops no other check, and is an event that says for how long."""
+def test_a_disk_that_hangs_is_an_event_and_stops_no_other_check(
+    watch: NodeHealth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lets_go = threading.Event()
 
     def hang(self: DiskProbe) -> Numbers:
@@ -126,10 +127,9 @@ def _beat(node: NodeDirectory, beat: int, health: Numbers) -> None:
     node.write_heartbeat({**record, "health": health})
 
 
-def test_slow_rank_against_other_nodes(
+def test_a_rank_slower_than_those_of_other_nodes_is_named(
     node: NodeDirectory, watch: NodeHealth, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that needs 30 % more than those of two other nodes is named, by its own watcher."""
     others = [NodeDirectory(node.run, host) for host in ("gpu08", "gpu09")]
     done = threading.Event()
 
@@ -159,8 +159,7 @@ def test_slow_rank_against_other_nodes(
     assert watch.latest()["clock_lead_seconds:gpu08"] < 0.01
 
 
-def test_neighbours_that_stand_still(node: NodeDirectory) -> None:
-    """Nodes count while their hearts beat; the offset of their clocks is measured with it."""
+def test_nodes_count_while_their_hearts_beat(node: NodeDirectory) -> None:
     other = NodeDirectory(node.run, "gpu08")
     neighbours = PeerNodes(node.run, node.host)
     _beat(other, 1, {"step_work_seconds:1": 0.5})
@@ -178,8 +177,7 @@ def _finding(name: str, device: str, value: float, usual: float) -> Outlier:
     return Outlier(signal, device, value, usual, "others")
 
 
-def test_reason_of_a_weak_node() -> None:
-    """Power, step time and what slows the GPU down are one reason, the worst device first."""
+def test_what_is_weak_in_a_node_is_one_reason_the_worst_device_first() -> None:
     judge = HealthRules()
     findings = [
         _finding("gpu_power_watts", "0", 430, 655),
@@ -195,8 +193,7 @@ def test_reason_of_a_weak_node() -> None:
     )
 
 
-def test_conditions() -> None:
-    """Links that go down, errors that occur and shortages are told of; what always was is not."""
+def test_links_that_go_down_errors_and_shortages_are_told() -> None:
     judge = HealthRules()
     calm = {
         "link_up:eth0": 1.0,
@@ -228,8 +225,7 @@ def test_conditions() -> None:
     assert told[2]["memory"] == "1.50 GiB of memory left"
 
 
-def test_links_to_other_nodes() -> None:
-    """One that is slow is told of after three windows; one that is cut, at once."""
+def test_a_slow_link_is_told_after_three_windows_and_a_cut_one_at_once() -> None:
     judge = HealthRules()
     facts = {"peer_busy_share:b": 0.91, "peer_send_bytes_per_second:b": 0.8e6}
     usual = {**facts, "peer_send_share:b": 0.7, "peer_unanswered_seconds:b": 0.0}
@@ -243,8 +239,9 @@ def test_links_to_other_nodes() -> None:
     assert list(cut.values()) == ["b has acknowledged nothing for 7 s of what is sent to it"]
 
 
-def test_neighbours_addresses(node: NodeDirectory) -> None:
-    """Nodes are known by the addresses that their ranks use, also when their hearts stand still."""
+def test_nodes_are_known_by_their_ranks_addresses_though_hearts_stand_still(
+    node: NodeDirectory,
+) -> None:
     neighbours = PeerNodes(node.run, node.host)
     record = {"host": "gpu08", "pid": 1, "beat": 1, "launch": "", "addresses": ["10.0.0.8"]}
     NodeDirectory(node.run, "gpu08").write_heartbeat(record)
@@ -252,8 +249,7 @@ def test_neighbours_addresses(node: NodeDirectory) -> None:
     assert neighbours.addresses == {"10.0.0.8": "gpu08"}
 
 
-def test_disk_that_hangs_for_a_moment() -> None:
-    """A disk is said to hang after three windows in a row; a driver, at once."""
+def test_a_disk_hangs_after_three_windows_and_a_driver_at_once() -> None:
     judge = HealthRules()
     for seconds in (6.0, 0.0, 12.0, 6.0, 0.0):
         assert judge.wrong({"check_hangs_seconds:disk": seconds}, []) == {}
@@ -268,8 +264,7 @@ def test_disk_that_hangs_for_a_moment() -> None:
     assert judge.wrong({"check_hangs_seconds:gpu": 6.0}, []) != {}
 
 
-def test_full_disks() -> None:
-    """Full is what could not be written, or has little space, or can hold few files."""
+def test_full_is_what_has_little_space_or_few_files_or_could_not_be_written() -> None:
     gib = 2**30
     disks = {
         "run": (100 * gib, 4 * gib, 1e6, 1e6),
@@ -287,8 +282,9 @@ def test_full_disks() -> None:
     assert full_disks({**numbers, "disk_is_full:small": 1.0}).keys() == {"run", "files", "small"}
 
 
-def test_disk_full_is_an_event(watch: NodeHealth, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is told of once, with its path and what is left."""
+def test_a_full_disk_is_told_once_with_its_path_and_what_is_left(
+    watch: NodeHealth, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         DiskProbe, "sample", lambda _: {"disk_is_full:run": 1.0, "disk_free_bytes:run": 0.0}
     )
@@ -301,8 +297,7 @@ def test_disk_full_is_an_event(watch: NodeHealth, monkeypatch: pytest.MonkeyPatc
     assert watch.take_events() == []
 
 
-def test_journal_is_bounded(tmp_path: Path) -> None:
-    """A journal that has grown too large loses every second line, and never its last."""
+def test_a_journal_too_large_loses_every_second_line_but_never_its_last(tmp_path: Path) -> None:
     path = tmp_path / "health.jsonl"
     path.write_text("".join(f'{{"n":{number}}}\n' for number in range(7)))
     thin_out(path)
@@ -323,8 +318,7 @@ def _last(path: Path) -> int:
     return int([*read_json_lines(path)][-1]["n"])
 
 
-def test_watch_is_small() -> None:
-    """What health adds to a watcher's memory stays under 15 MiB, and torch is not loaded."""
+def test_health_adds_less_than_15_mib_to_a_watcher_and_no_torch() -> None:
     program = """
 import sys
 def resident():

@@ -32,6 +32,11 @@ def _node(
     }
 
 
+def _equal_ranks(count: int, seconds: float = 1.0) -> dict[str, Numbers]:
+    """Nodes of a rank each, but for rank 0, of which a step takes as long on all."""
+    return {str(rank): {f"step_work_seconds:{rank}": seconds} for rank in range(1, count)}
+
+
 def _windows(
     num_ranks: int, seed: int, count: int, noise: float = 0.03, slow: float = 0.0, since: int = 0
 ) -> Iterator[list[Outlier]]:
@@ -71,8 +76,9 @@ def test_no_false_alarm(num_ranks: int, noise: float, seed: int, num_windows: in
 
 
 @pytest.mark.parametrize(("num_ranks", "num_runs"), [(2, 20), (8, 10), (200, 3)])
-def test_slow_rank(num_ranks: int, num_runs: int) -> None:
-    """A rank that becomes 10 % slower is found after eight windows of 3 % noise, or fewer."""
+def test_a_rank_10_percent_slower_is_found_after_eight_noisy_windows(
+    num_ranks: int, num_runs: int
+) -> None:
     runs = range(num_runs)
     assert mean(_until_found(num_ranks, seed, 0.10, 0.03) for seed in runs) <= 8
     assert mean(_until_found(num_ranks, seed, 0.10, 0.015) for seed in runs) <= 6
@@ -84,20 +90,18 @@ def test_slow_rank(num_ranks: int, num_runs: int) -> None:
 
 
 @pytest.mark.parametrize("own", [(1.15, 1.3, 1.3, 1.3), (1.3, 1.3, 1.28, 1.5), (1.3, 1.3, 1.3)])
-def test_percent_is_that_of_all_windows(own: tuple[float, ...]) -> None:
-    """By how much a rank is slower is told by all windows that added up."""
+def test_the_percentage_is_that_of_all_windows_that_added_up(own: tuple[float, ...]) -> None:
     judge, found = OutlierDetector(), []
     for number, value in enumerate([1.0, 0.99, 1.01, 1.0, *own]):
         size = 1 + number % 3
-        others = {str(rank): {f"step_work_seconds:{rank}": 1.0 * size} for rank in range(1, 4)}
+        others = _equal_ranks(4, 1.0 * size)
         found = judge.judge({"step_work_seconds:0": value * size}, others)
     assert [round(each.percent) for each in found] == [30]
 
 
-def test_steps_longer_than_a_window() -> None:
-    """A slow rank that ends no step in some windows stays slow; one that is gone does not."""
+def test_a_slow_rank_stays_slow_in_windows_without_a_step() -> None:
     judge = OutlierDetector()
-    others = {str(rank): {f"step_work_seconds:{rank}": 20.0} for rank in range(1, 4)}
+    others = _equal_ranks(4, 20.0)
     found = [
         bool(judge.judge({"step_work_seconds:0": 26.0} if window % 2 else {}, others))
         for window in range(40)
@@ -121,20 +125,18 @@ def test_slow_from_the_start_whatever_the_scale(num: int, seconds: float, seed: 
     assert [each.device for each in found] == ["0"]
 
 
-def test_one_bad_window_is_none() -> None:
-    """A single window, however bad, is no degradation; nor is being faster or cooler."""
+def test_one_bad_window_is_no_degradation() -> None:
     judge = OutlierDetector()
-    others = {str(rank): {f"step_work_seconds:{rank}": 1.0} for rank in range(1, 8)}
+    others = _equal_ranks(8)
     seen = [
         judge.judge({"step_work_seconds:0": each}, others) for each in (1, 50, 1, 1, 50, 1, 0.5)
     ]
     assert not any(seen)
 
 
-def test_recovers() -> None:
-    """A rank that is as fast as the others again is no finding a few windows later."""
+def test_a_rank_as_fast_as_the_others_again_is_no_finding() -> None:
     judge = OutlierDetector()
-    others = {str(rank): {f"step_work_seconds:{rank}": 1.0} for rank in range(1, 8)}
+    others = _equal_ranks(8)
     bad = [bool(judge.judge({"step_work_seconds:0": 1.3}, others)) for _ in range(30)]
     good = [bool(judge.judge({"step_work_seconds:0": 1.0}, others)) for _ in range(10)]
     assert bad[3:] == [True] * 27
@@ -147,8 +149,7 @@ def _gpu(power: float, utilization: float = 1.0) -> dict[str, float]:
     return powers | {f"gpu_utilization_share:{d}": utilization for d in devices}
 
 
-def test_weak_gpus() -> None:
-    """GPUs that draw 412 W where others draw 655 W are found, and the words say both."""
+def test_gpus_that_draw_less_than_those_of_others_are_found_with_both_numbers() -> None:
     judge = OutlierDetector()
     others = {f"gpu{n:02d}": _gpu(655) for n in range(8)}
     for _ in range(4):
@@ -158,8 +159,7 @@ def test_weak_gpus() -> None:
     assert not any(idle.judge(_gpu(70, utilization=0.0), others) for _ in range(20))
 
 
-def test_own_past() -> None:
-    """A link that has agreed on half its speed is found by its own past, without other nodes."""
+def test_a_link_at_half_its_speed_is_found_by_its_own_past() -> None:
     judge = OutlierDetector()
     fast, slow = ({"link_speed_bits_per_second:mlx5_0/1": each * 1e9} for each in (400, 200))
     assert not any(judge.judge(fast, {}) for _ in range(20))
@@ -172,8 +172,7 @@ def _disk(seconds: float, saves: bool = False) -> dict[str, float]:
     return {"disk_write_seconds:run": seconds, CHECKPOINT: float(saves)}
 
 
-def test_disk_during_checkpoints() -> None:
-    """GPUs that draw 412 W where others draw 655 W are found; those that nobody uses are not."""
+def test_a_disk_that_is_slow_beside_a_checkpoint_has_no_fault() -> None:
     judge = OutlierDetector()
     for around in range(6):
         assert not any(judge.judge(_disk(8.0, saves=True), {}) for _ in range(9)), around
@@ -184,8 +183,7 @@ def test_disk_during_checkpoints() -> None:
     assert [str(each) for each in found] == [told]
 
 
-def test_disk_against_nodes_that_save() -> None:
-    """A disk that is slow for all is slow for none; those that save now are no measure."""
+def test_a_disk_is_not_compared_with_those_of_nodes_that_save() -> None:
     judge = OutlierDetector()
     others = {str(n): _disk(9.0, saves=n < 3) for n in range(4)}
     assert not any(judge.judge(_disk(8.0), others) for _ in range(12))
@@ -208,8 +206,9 @@ def _port(**rates: float) -> dict[str, float]:
         ({"ack_timeouts": 40.0}, "40 retries for lack of an answer per second, others 0"),
     ],
 )
-def test_port_with_errors(rates: dict[str, float], told: str) -> None:
-    """A port that has errors which those of other nodes have not is named with both rates."""
+def test_a_port_with_errors_that_others_lack_is_named_with_both_rates(
+    rates: dict[str, float], told: str
+) -> None:
     judge = OutlierDetector()
     others = {f"gpu{n:02d}": _port() for n in range(3)}
     assert not any(judge.judge(_port(), others) for _ in range(10))
@@ -224,8 +223,7 @@ def test_a_gpu_whose_links_have_errors() -> None:
     assert [str(each) for each in found] == ["GPU 3: 40 errors of NVLinks per second, others 0"]
 
 
-def test_errors_that_come_and_go() -> None:
-    """Errors in every second window are found; one recovery, or errors on all nodes, are none."""
+def test_errors_in_every_second_window_are_found_and_those_of_all_are_none() -> None:
     judge, others = OutlierDetector(), {f"gpu{n:02d}": _port() for n in range(3)}
     windows = [_port(symbol_errors=1200.0 * (number % 2)) for number in range(40)]
     assert any(judge.judge(each, others) for each in windows)
@@ -235,8 +233,7 @@ def test_errors_that_come_and_go() -> None:
     assert not any(calm.judge(_port(transmit_discards=300.0), busy) for _ in range(20))
 
 
-def test_peers() -> None:
-    """Up to 17 nodes each is compared with all others; of 200 with 14, not all next to it."""
+def test_up_to_17_nodes_each_is_compared_with_all_and_of_200_with_14() -> None:
     few = [f"gpu{n:02d}" for n in range(ALL_UP_TO)]
     assert peers_of("gpu03", few) == [host for host in few if host != "gpu03"]
     many = [f"gpu{n:03d}" for n in range(200)]
@@ -246,8 +243,7 @@ def test_peers() -> None:
     assert "gpu064" in table["gpu000"]
 
 
-def test_living() -> None:
-    """A heartbeat counts once its beat has changed, and only in the same launch."""
+def test_a_heartbeat_counts_once_its_beat_has_changed_in_the_same_launch() -> None:
     living = LivingNodes()
     beat = {
         "a": {"pid": 1, "beat": 5, "launch": "x"},

@@ -1,6 +1,5 @@
 """The watcher: real processes that beat and hang, and a real watcher of them."""
 
-import json
 import os
 import resource
 import signal
@@ -15,7 +14,7 @@ import psutil
 import pytest
 from tests.build import wait_until
 
-from longtake.fsio import now, read_json, write_once
+from longtake.fsio import now, read_json, read_json_lines, write_once
 from longtake.heartbeat import read_heartbeats
 from longtake.monitor.coordinator import stall_request
 from longtake.monitor.observe import Overdue
@@ -43,11 +42,8 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     (stalled,) = wait_until(lambda: stage.events("stalled"))
     suspect = stalled["suspects"][0]
     assert (stalled["kind"], stalled["step"], suspect["pid"]) == ("stuck", 11, guilty)
-    assert (suspect["rank"], suspect["function"], suspect["line"]) == (
-        1,
-        "sleeps",
-        _line_of("def sleeps"),
-    )
+    place = (suspect["rank"], suspect["function"], suspect["line"])
+    assert place == (1, "sleeps", _line_of("def sleeps"))
     assert f"rank 1 (process {guilty})" in stalled["sentence"]
     verdict = read_json(stage.run.path / stalled["verdict"])
     assert (verdict["token"], verdict["sentence"]) == (stalled["token"], stalled["sentence"])
@@ -58,9 +54,7 @@ def test_a_rank_that_hangs_is_named_and_ended(stage: Any) -> None:
     assert watcher.wait(120) == 0
     died, _ = stage.events("rank_failed")
     assert (died["pid"], died["phase"], died["out_of_memory"]) == (guilty, "forward", False)
-    alerts = [
-        json.loads(line)["event"] for line in (stage.path / "alerts").read_text().splitlines()
-    ]
+    alerts = [each["event"] for each in read_json_lines(stage.path / "alerts")]
     assert alerts == ["stalled", "killed_rank", "rank_failed"]  # of the second death it is no news
     assert not stage.folder().exists()
 
@@ -101,15 +95,13 @@ def test_a_run_that_ends_well_leaves_nothing_to_tell(stage: Any) -> None:
     os.mkfifo(stage.folder() / f"{FLIGHT_PIPE_PREFIX}7.pipe")  # of a rank without a record
     watcher = stage.watcher()
     assert watcher.wait(120) == 0
-    kinds = [
-        json.loads(line)["event"] for line in stage.node().events_path.read_text().splitlines()
-    ]
+    kinds = [each["event"] for each in read_json_lines(stage.node().events_path)]
     assert kinds == ["watcher_started"]
     assert stage.node().read_heartbeat()["ended"]
     assert not stage.folder().exists()
 
 
-def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
+def test_the_heartbeat_says_what_each_process_does_and_requests_are_answered(stage: Any) -> None:
     rank, worker = stage.rank("waits"), stage.worker("idles")
     watcher = stage.watcher(min_seconds=30.0)
     first = wait_until(lambda: stage.node().read_heartbeat())
@@ -122,6 +114,12 @@ def test_the_heartbeat_says_what_each_process_does(stage: Any) -> None:
     process = psutil.Process(watcher.pid)
     assert process.memory_info().rss < 60 * 2**20
     assert not any("torch" in each.path for each in process.memory_maps())
+    request = {"token": "asked_1", "time": now(), "by": "laptop", "reason": "asked"}
+    write_once(request_path(stage.run, "asked_1"), {**request, "rounds": 2, "native": False})
+    dump = wait_until(lambda: read_json(stage.node().dump_path("asked_1")))
+    assert len(dump["rounds"]) == 2
+    assert {each["pid"] for each in dump["rounds"][0]["processes"]} >= {rank, worker}
+    assert not diagnosis_path(stage.run, "asked_1").exists()
 
 
 @pytest.mark.slow
@@ -174,17 +172,6 @@ def test_a_process_that_moves_on_during_the_dump_is_no_stall(stage: Any) -> None
     assert stage.events("stalled") == stage.events("stall_cleared") == []
 
 
-def test_anybody_s_request_is_answered(stage: Any) -> None:
-    rank, worker = stage.rank("waits"), stage.worker("idles")
-    stage.watcher(min_seconds=60.0)
-    request = {"token": "asked_1", "time": now(), "by": "laptop", "reason": "asked"}
-    write_once(request_path(stage.run, "asked_1"), {**request, "rounds": 2, "native": False})
-    dump = wait_until(lambda: read_json(stage.node().dump_path("asked_1")))
-    assert len(dump["rounds"]) == 2
-    assert {each["pid"] for each in dump["rounds"][0]["processes"]} >= {rank, worker}
-    assert not diagnosis_path(stage.run, "asked_1").exists()
-
-
 def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     stage.rank("waits", rank=1)
     node = stage.node()
@@ -194,19 +181,13 @@ def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, (0, limits[1]))
     stage.rank("dies")
     wait_until(lambda: stage.alerts("disk_full") and stage.alerts("rank_failed"))
-    assert [e["event"] for e in _events(node)] == ["watcher_started"]
+    assert [each["event"] for each in read_json_lines(node.events_path)] == ["watcher_started"]
     resource.prlimit(watcher.pid, resource.RLIMIT_FSIZE, limits)
-    late = {"disk_full", "rank_failed"}
-    wait_until(lambda: late < {event["event"] for event in _events(node)})
+    wait_until(lambda: stage.events("disk_full") and stage.events("rank_failed"))
 
 
 def _watched_pids(stage: Any) -> set[int]:
     return {each["pid"] for each in stage.node().read_heartbeat().get("ranks", ())}
-
-
-def _events(node: Any) -> list[dict[str, Any]]:
-    path = node.events_path
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 @pytest.mark.slow
@@ -278,7 +259,7 @@ def test_who_waits_for_the_place_ends_with_the_last_rank(stage: Any) -> None:
     lock.release()
 
 
-def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
+def test_the_verb_watches_in_the_foreground_without_torch(stage: Any) -> None:
     command = [sys.executable, "-P", "-m", "longtake", "watch", str(stage.run.path)]
     process = subprocess.Popen(
         command, cwd=stage.path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -288,6 +269,7 @@ def test_the_verb_watches_in_the_foreground(stage: Any) -> None:
     assert f"Watching {stage.run.path} on" in process.stdout.readline()
     assert process.stdout.readline() == "No rank of it runs on this node now: this waits for one.\n"
     assert "watcher_started: " in process.stdout.readline()
+    assert not any("torch" in each.path for each in psutil.Process(process.pid).memory_maps())
     process.send_signal(signal.SIGTERM)
     assert "ended by SIGTERM" in process.stdout.read()
     assert process.wait(120) == 0
