@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import torch
 from rich.console import Console
 from torch import Tensor, nn
@@ -113,6 +114,17 @@ def own_address() -> tuple[str, int]:
     """
     pid = os.getpid()
     return f"127.{64 + (pid >> 16)}.{pid >> 8 & 255}.{pid & 255}", next(_ports)
+
+
+def listening(pid: int | None = None) -> set[tuple[str, int]]:
+    """Addresses at which a process, or this one, and all its descendants listen."""
+    top = psutil.Process(pid)
+    return {
+        (connection.laddr.ip, connection.laddr.port)
+        for process in (top, *top.children(recursive=True))
+        for connection in process.net_connections("inet")
+        if connection.status == psutil.CONN_LISTEN
+    }
 
 
 def start_training(

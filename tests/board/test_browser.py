@@ -28,11 +28,6 @@ def runs(told: RunDirectory) -> Path:
     return told.path.parent
 
 
-def _is_wider_than_the_window(page: Any) -> bool:
-    script = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-    return bool(page.evaluate(script))
-
-
 def test_the_list_leads_to_a_run_and_filters(runs: Path, serve: Serve, open_page: OpenPage) -> None:
     page = open_page(serve(runs))
     assert page.locator("#runs tbody tr").count() == 2
@@ -126,7 +121,7 @@ def test_a_new_step_is_drawn_without_loading_the_page_again(
 def test_pages_fit_a_phone(runs: Path, serve: Serve, open_page: OpenPage, path: str) -> None:
     page = open_page(f"{serve(runs)}{path}", 390, 844, color_scheme="dark")
     page.wait_for_load_state("load")
-    assert not _is_wider_than_the_window(page)
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 def test_a_board_for_other_machines_opens_with_the_whole_address_only(

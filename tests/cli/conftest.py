@@ -15,6 +15,10 @@ from tests.data.catalogs import make_catalog
 from longtake import cli, fsio
 from longtake.data.catalog import Catalog
 
+Call = Callable[..., tuple[int, str, str]]
+CallJson = Callable[..., Any]
+Refuse = Callable[..., str]
+
 _RECIPE = """
 out = "{place}/run"
 [data]
@@ -37,9 +41,7 @@ num_inference_steps = 2
 
 
 @pytest.fixture
-def call(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
     """Calls longtake as the shell does: gives the exit code, stdout and stderr."""
     # What is told of phases that last depends on the machine's load.
     monkeypatch.setattr("longtake.progress._SECONDS_OF_A_LONG_PHASE", float("inf"))
@@ -56,7 +58,7 @@ def call(
 
 
 @pytest.fixture
-def refuse(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
+def refuse(call: Call) -> Refuse:
     """Calls longtake where it must refuse, in a sentence and with exit code 2; gives the text."""
 
     def refused(*arguments: object) -> str:
@@ -70,7 +72,7 @@ def refuse(call: Callable[..., tuple[int, str, str]]) -> Callable[..., str]:
 
 
 @pytest.fixture
-def call_json(call: Callable[..., tuple[int, str, str]]) -> Callable[..., Any]:
+def call_json(call: Call) -> CallJson:
     """Calls longtake with --json, where it must succeed; gives the parsed answer."""
 
     def called(*arguments: object) -> Any:

@@ -5,18 +5,16 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.cli.conftest import Call, Refuse
 
 from longtake import __version__
 from longtake.data.encode import write_video
 from longtake.process import command
-
-Call = Callable[..., tuple[int, str, str]]
 
 _MISTAKES = {
     "a folder without clips": (
@@ -162,7 +160,7 @@ _MISTAKES = {
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
 def test_a_mistake_becomes_one_message_and_exit_code_2(
-    mistake: str, place: Path, shapes_catalog: Path, tmp_path: Path, refuse: Callable[..., str]
+    mistake: str, place: Path, shapes_catalog: Path, tmp_path: Path, refuse: Refuse
 ) -> None:
     command, message = _MISTAKES[mistake]
     known = {"place": place, "tmp": tmp_path, "run": place / "run", "clips": shapes_catalog.parent}
@@ -184,7 +182,7 @@ def test_a_command_that_cannot_be_read_exits_2(command: str, call: Call) -> None
     assert "Traceback" not in err
 
 
-def test_a_refused_recipe_leaves_the_run_as_it_was(place: Path, refuse: Callable[..., str]) -> None:
+def test_a_refused_recipe_leaves_the_run_as_it_was(place: Path, refuse: Refuse) -> None:
     before = _contents(place / "run")
     refuse("train", place / "recipe.toml", "--set", "optimizer.learning_rate=0.5")
     assert _contents(place / "run") == before
@@ -260,7 +258,7 @@ def test_a_fresh_run_begins_beside_the_one_that_is_there(place: Path, call: Call
 
 
 def test_the_command_that_is_printed_for_more_steps_trains_them(
-    place: Path, tmp_path: Path, call: Call, refuse: Callable[..., str]
+    place: Path, tmp_path: Path, call: Call, refuse: Refuse
 ) -> None:
     shutil.copytree(place / "run", tmp_path / "run")
     recipe = tmp_path / "run" / "recipe.toml"

@@ -4,14 +4,11 @@ import json
 import os
 import resource
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from tests.build import change_options
-
-Call = Callable[..., tuple[int, str, str]]
-Refuse = Callable[..., str]
+from tests.cli.conftest import Call, Refuse
 
 
 @pytest.mark.parametrize(

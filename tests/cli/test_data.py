@@ -5,24 +5,20 @@ import shutil
 import signal
 import subprocess
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 from tests.build import change_options, wait_until
+from tests.cli.conftest import Call, CallJson, Refuse
 from tests.data.catalogs import make_catalog
 
+from longtake.cli.data import _parse_size
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
 from longtake.run_dir import RunDirectory
-
-Call = Callable[..., tuple[int, str, str]]
-CallJson = Callable[..., Any]
-Refuse = Callable[..., str]
 
 _WRONG_SHARDS = ("5/4", "0/4", "x", "1/2/3", "")
 
@@ -197,12 +193,16 @@ def test_a_catalog_and_what_a_recipe_makes_of_it_are_drawn_in_one_file(
         assert ("data-catalog" in page, 'id="data-buckets"' in page) == (True, bool(recipe))
 
 
+def test_a_size_is_width_and_height() -> None:
+    assert _parse_size("832x480") == (480, 832)
+
+
 def test_clips_are_prepared(catalog: Path, tmp_path: Path, call: Call, call_json: CallJson) -> None:
-    arguments = ("data", "prepare", catalog, "--size", "32x16", "--out", tmp_path / "small")
+    arguments = ("data", "prepare", catalog, "--size", "16x16", "--out", tmp_path / "small")
     report = call_json(*arguments)
     assert (report["prepared"], report["reused"]) == (64, 0)
     clips = list(Catalog.load(Path(report["catalog"])).clips())
-    assert {(clip.height, clip.width, clip.num_frames) for clip in clips} == {(16, 32, 8)}
+    assert {(clip.height, clip.width, clip.num_frames) for clip in clips} == {(16, 16, 8)}
     code, _, err = call(*arguments)
     assert code == 0
     assert "64 were there already" in err

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -20,6 +20,7 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 from tests.build import TINY_WAN, MakeRecipe, cache_entries, wait_until
+from tests.cli.conftest import Call
 
 from longtake import config
 from longtake.data import cache_fill, tasks
@@ -31,7 +32,6 @@ from longtake.errors import ClipError, DataError
 
 pytestmark = [pytest.mark.drill, pytest.mark.slow]
 
-Call = Callable[..., tuple[int, str, str]]
 
 _COLOURS = ("red", "blue")
 _OWN = """

@@ -1,12 +1,9 @@
 """The verb `evaluate`: what it refuses before it serves, and what it says when nothing is due."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli.conftest import Call, CallJson, Refuse
 
 
 @pytest.fixture
@@ -44,9 +41,7 @@ _MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
-def test_a_mistake_is_refused(
-    mistake: str, tmp_path: Path, bare: Path, refuse: Callable[..., str]
-) -> None:
+def test_a_mistake_is_refused(mistake: str, tmp_path: Path, bare: Path, refuse: Refuse) -> None:
     places = {"bare": bare, "runs": bare.parent, "empty": tmp_path / "e", "own": tmp_path / "o"}
     places["empty"].mkdir()
     places["own"].write_text("[mine]\npromts = []\n")
@@ -74,7 +69,7 @@ def test_what_failed_is_not_called_done(run: Path, tmp_path: Path, call: Call) -
 
 
 def test_another_recipe_says_what_is_evaluated(
-    place: Path, run: Path, tmp_path: Path, call_json: Callable[..., Any]
+    place: Path, run: Path, tmp_path: Path, call_json: CallJson
 ) -> None:
     recipe = tmp_path / "mine.toml"
     text = (place / "recipe.toml").read_text().replace("num_inference_steps = 2", "")

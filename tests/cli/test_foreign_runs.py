@@ -6,20 +6,17 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.cli.conftest import Call, Refuse
 
 from longtake.checkpoint import files
 from longtake.errors import RecipeError
 from longtake.monitor.reporting import watch_target
 from longtake.sampling.preset_files import find_file
-
-Call = Callable[..., tuple[int, str, str]]
-Refuse = Callable[..., str]
 
 
 class _Touches:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.build import change_options
+from tests.cli.conftest import Call, CallJson, Refuse
 
 from longtake import config
 from longtake.config import Recipe
@@ -20,9 +21,6 @@ from longtake.planner.activation_checkpointing import POLICIES
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TINY_FLUX = "examples/tiny_flux_module.toml"
-_Call = Callable[..., tuple[int, str, str]]
-_CallJson = Callable[..., Any]
-_Refuse = Callable[..., str]
 _NUMBER = (int, float)
 
 _TYPES: dict[str, Any] = {
@@ -54,7 +52,7 @@ def _assert_typed(value: Any, types: Any) -> None:
 
 
 @pytest.fixture
-def plan(call: _Call, monkeypatch: pytest.MonkeyPatch) -> _Call:
+def plan(call: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
     """Calls `longtake plan` in the repository's root."""
     monkeypatch.chdir(_ROOT)
     return lambda *arguments: call("plan", *arguments)
@@ -76,7 +74,7 @@ def small(
 
 
 def test_samples_between_steps_are_said(
-    plan: _Call, small: Callable[..., Path], refuse: _Refuse
+    plan: Call, small: Callable[..., Path], refuse: Refuse
 ) -> None:
     preset = "evaluation.presets.tiny={prompts=['a red disk'], num_inference_steps=2}"
     code, out, err = plan(str(small("sampling.every=4", preset)))
@@ -88,7 +86,7 @@ def test_samples_between_steps_are_said(
 
 
 def test_the_lora_that_a_run_begins_with_is_checked_and_said(
-    plan: _Call, small: Callable[..., Path], refuse: _Refuse, tmp_path: Path
+    plan: Call, small: Callable[..., Path], refuse: Refuse, tmp_path: Path
 ) -> None:
     file = tmp_path / "style.safetensors"
     path = small("trainable.kind=lora", "trainable.rank=4", f"trainable.init_from={file}")
@@ -109,7 +107,7 @@ def test_the_lora_that_a_run_begins_with_is_checked_and_said(
 
 
 def test_stages_are_shown_with_their_settings(
-    plan: _Call, small: Callable[..., Path], call_json: _CallJson
+    plan: Call, small: Callable[..., Path], call_json: CallJson
 ) -> None:
     stages = (
         'data.stages=[{name="low", steps=6}, {name="high", learning_rate=1e-3, warmup_steps=2, '
@@ -132,7 +130,7 @@ def test_stages_are_shown_with_their_settings(
     assert high == pytest.approx([1e-3, 0.0])
 
 
-def test_json_says_all_that_others_read(plan: _Call, call_json: _CallJson) -> None:
+def test_json_says_all_that_others_read(plan: Call, call_json: CallJson) -> None:
     options = ("--set", "training.global_batch_size=2", "--memory=29MiB")
     facts = call_json("plan", _TINY_FLUX, *options)
     _assert_typed(facts, _TYPES)
@@ -153,7 +151,7 @@ def test_json_says_all_that_others_read(plan: _Call, call_json: _CallJson) -> No
     assert facts["seconds"] > 0
 
 
-def test_the_table_can_be_read(plan: _Call) -> None:
+def test_the_table_can_be_read(plan: Call) -> None:
     settings = ("--set", "training.global_batch_size=2", "--memory=33MiB", "--device=rtx4090")
     code, out, err = plan(_TINY_FLUX, *settings)
     assert (code, err) == (0, "")
@@ -182,7 +180,7 @@ def test_the_table_can_be_read(plan: _Call) -> None:
 
 
 def test_what_does_not_fit_exits_1_with_what_would_help(
-    small: Callable[..., Path], plan: _Call
+    small: Callable[..., Path], plan: Call
 ) -> None:
     recipe = small(
         "recompute={memory='6MiB', reserve=0, device='h100', host_memory='1MB'}",
@@ -214,7 +212,7 @@ def test_what_does_not_fit_exits_1_with_what_would_help(
 
 
 def test_what_would_not_train_exits_1(
-    small: Callable[..., Path], own_module: Callable[[str], str], call: _Call
+    small: Callable[..., Path], own_module: Callable[[str], str], call: Call
 ) -> None:
     module = own_module("tokens + self.first(tokens) * prepared['style']")
     recipe = small(f"trainable.modules.own.module={module}")
@@ -239,7 +237,7 @@ def test_what_would_not_train_exits_1(
 
 
 def test_memory_and_device_are_taken_as_they_are_given(
-    small: Callable[..., Path], call_json: _CallJson
+    small: Callable[..., Path], call_json: CallJson
 ) -> None:
     """GiB are not GB; a named GPU has memory of its own, and any other is told by its speed."""
     recipe = small("recompute={memory='1GiB', device='h200'}")
@@ -257,7 +255,7 @@ def test_memory_and_device_are_taken_as_they_are_given(
 
 
 def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
-    plan: _Call, call_json: _CallJson, pairs: Path
+    plan: Call, call_json: CallJson, pairs: Path
 ) -> None:
     """All pictures are square."""
     shapes = (
@@ -273,7 +271,7 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
 
 
 def test_what_training_refuses_ends_a_plan(
-    plan: _Call, small: Callable[..., Path], refuse: _Refuse, pairs: Path
+    plan: Call, small: Callable[..., Path], refuse: Refuse, pairs: Path
 ) -> None:
     own = ("optimizer.kind=torch.optim:Adafactor", "model.dtype=bf16")
     assert "weights are bfloat16" in refuse("plan", small(*own))
@@ -285,7 +283,7 @@ def test_what_training_refuses_ends_a_plan(
     assert (code, "Training would refuse this recipe." in out) == (2, True)
 
 
-def test_processes_share_what_is_planned(small: Callable[..., Path], call_json: _CallJson) -> None:
+def test_processes_share_what_is_planned(small: Callable[..., Path], call_json: CallJson) -> None:
     recipe = small("parallel.strategy=shard")
     facts = [call_json("plan", recipe, f"--processes={count}") for count in (1, 2)]
     assert [each["processes"] for each in facts] == [1, 2]
@@ -295,7 +293,7 @@ def test_processes_share_what_is_planned(small: Callable[..., Path], call_json: 
 
 
 def test_a_mesh_is_planned_by_its_links(
-    small: Callable[..., Path], call: _Call, call_json: _CallJson
+    small: Callable[..., Path], call: Call, call_json: CallJson
 ) -> None:
     path = small(
         "model.config={hidden_size=48, num_blocks=2}",
@@ -328,7 +326,7 @@ def test_a_mesh_is_planned_by_its_links(
     assert "  --set parallel.strategy=hybrid --set parallel.param_dtype=bf16: " in out
 
 
-def test_what_the_whole_run_costs_with_failures(plan: _Call, call_json: _CallJson) -> None:
+def test_what_the_whole_run_costs_with_failures(plan: Call, call_json: CallJson) -> None:
     """Stages at their own shapes, saves, failures, and the interval at which least is lost."""
     high = "{name='high', buckets=[{num_frames=1, height=128, width=128}]}"
     settings = change_options(
@@ -363,7 +361,7 @@ def test_what_the_whole_run_costs_with_failures(plan: _Call, call_json: _CallJso
 
 
 def test_a_batch_that_does_not_divide_wastes_ranks(
-    small: Callable[..., Path], call: _Call, call_json: _CallJson
+    small: Callable[..., Path], call: Call, call_json: CallJson
 ) -> None:
     path = small("model.config={hidden_size=48, num_blocks=2}", "training.global_batch_size=6")
     options = ("--processes=4", "--per-node=2", "--link=1,1", "--device=h100")
@@ -377,7 +375,7 @@ def test_a_batch_that_does_not_divide_wastes_ranks(
     assert "25.0% of all places stay empty" in out
 
 
-def test_plan_refuses_what_train_would(small: Callable[..., Path], refuse: _Refuse) -> None:
+def test_plan_refuses_what_train_would(small: Callable[..., Path], refuse: Refuse) -> None:
     path = small("parallel={strategy='hybrid', shard_size=3}", "training.global_batch_size=8")
     said = refuse("plan", path, "--processes=4")
     assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in said
@@ -402,7 +400,7 @@ _MISTAKES = {
 
 @pytest.mark.parametrize("mistake", _MISTAKES)
 def test_a_mistake_becomes_one_message_and_exit_code_2(
-    mistake: str, plan: _Call, refuse: _Refuse
+    mistake: str, plan: Call, refuse: Refuse
 ) -> None:
     options, message = _MISTAKES[mistake]
     said = refuse("plan", _TINY_FLUX, *shlex.split(options))

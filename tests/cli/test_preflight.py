@@ -1,12 +1,10 @@
 """The verb `preflight`, on this machine alone."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-Call = Callable[..., tuple[int, str, str]]
+from tests.cli.conftest import Call, Refuse
 
 
 def test_alone_with_a_recipe(call: Call, place: Path, tmp_path: Path) -> None:
@@ -56,7 +54,5 @@ def test_a_run_directory_that_cannot_be_made(call: Call, place: Path) -> None:
         (["--nodes", " , "], "names of nodes"),
     ],
 )
-def test_mistakes_are_one_message(
-    refuse: Callable[..., str], arguments: list[str], said: str
-) -> None:
+def test_mistakes_are_one_message(refuse: Refuse, arguments: list[str], said: str) -> None:
     assert said in refuse("preflight", *arguments)

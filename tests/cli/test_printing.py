@@ -2,19 +2,18 @@
 
 import shlex
 import shutil
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
 import pytest
 from rich.table import Table
+from tests.cli.conftest import Call
 
 from longtake.cli.say import SafeConsole
 from longtake.data.catalog import Catalog
 from longtake.formatting import printable
 from longtake.monitor.sentences import doing, spelled
 
-Call = Callable[..., tuple[int, str, str]]
 _HOSTILE = "a\x1b]0;owned\x07\nforged line\x9b31m\u202egnp"
 
 

@@ -9,16 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
+from tests.cli.conftest import Call, CallJson, Refuse
 
 from longtake.heartbeat import heartbeat_dir
-
-Call = Callable[..., tuple[int, str, str]]
-CallJson = Callable[..., Any]
 
 _PROGRAM = """
 import os, subprocess, sys, time
@@ -138,9 +135,7 @@ def test_a_process_by_its_number(run: tuple[Path, list[int]], call: Call) -> Non
         (("--pid", "4194305"), "There is no process 4194305 on this node"),
     ],
 )
-def test_a_mistake_is_one_message(
-    refuse: Callable[..., str], arguments: tuple[str, ...], message: str
-) -> None:
+def test_a_mistake_is_one_message(refuse: Refuse, arguments: tuple[str, ...], message: str) -> None:
     said = refuse("stacks", *arguments)
     assert message in said
     assert said.count("\n") == 1
@@ -189,7 +184,7 @@ def test_a_page_of_curves_is_written(
     ],
 )
 def test_bad_input_is_one_message(
-    place: Path, refuse: Callable[..., str], arguments: tuple[str, ...], message: str
+    place: Path, refuse: Refuse, arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in refuse("show", place / arguments[0], *arguments[1:])
 

@@ -40,13 +40,8 @@ def test_two_nodes_of_one_name() -> None:
 
 
 def test_limits_that_are_too_low() -> None:
-    usual = {
-        "open files": 65536,
-        "locked memory": 8 * 2**20,
-        "shared memory": 64 * _GIB,
-        "memory": 512 * _GIB,
-        "has_infiniband": False,
-    }
+    usual = {"open files": 65536, "locked memory": 8 * 2**20, "has_infiniband": False}
+    usual |= {"shared memory": 64 * _GIB, "memory": 512 * _GIB}
     low = usual | {"open files": 1024, "shared memory": 64 * 2**20, "has_infiniband": True}
     result = judge_limits({"a": usual, "b": low})
     assert severities(result) == [("warning", ("b",))] * 3
@@ -111,11 +106,8 @@ def test_a_fault_of_torch_on_the_gpus_of_some_nodes_is_a_note() -> None:
 
 
 def test_packages_that_longtake_needs_matter_more() -> None:
-    usual: dict[str, Any] = {
-        "versions": {"av": "17", "cowsay": "1"},
-        "digest": "x",
-        "needed": ["av"],
-    }
+    usual: dict[str, Any] = {"versions": {"av": "17", "cowsay": "1"}, "needed": ["av"]}
+    usual["digest"] = "x"
     other = usual | {"versions": {"av": "16", "cowsay": "2"}}
     result = judge_packages({"a": usual, "b": usual, "c": other})
     assert sorted(severities(result)) == [("error", ("c",)), ("note", ("c",))]
@@ -131,13 +123,9 @@ def test_other_code_is_an_error() -> None:
 
 def test_another_recipe_names_its_key_and_values() -> None:
     usual = {"keys": {"seed": "0", "training.steps": "10"}, "digest": "x"}
-    facts: dict[str, dict[str, Any]] = {
-        "a": usual,
-        "b": usual,
-        "c": {"keys": {"seed": "1", "training.steps": "10"}, "digest": "y"},
-        "d": {"problem": "There is no recipe r.toml."},
-    }
-    result = judge_recipe(facts)
+    other = {"keys": {"seed": "1", "training.steps": "10"}, "digest": "y"}
+    none: dict[str, Any] = {"problem": "There is no recipe r.toml."}
+    result = judge_recipe({"a": usual, "b": usual, "c": other, "d": none})
     assert sorted(severities(result)) == [("error", ("c",)), ("error", ("d",))]
     assert "seed is 1 instead of 0" in " ".join(each.what for each in result.findings)
     assert judge_recipe({"a": {}}).skipped[0].why == "no recipe was given"
@@ -182,19 +170,12 @@ def test_variables_packages_files_and_keys_come_with_what_to_type() -> None:
         rest = {"versions": {}, "variables": {}, "needed": [], "gpus": 1}
         return {n: {**rest, section: other if n == "c" else most} for n in ("a", "b", "c")}
 
-    variables = judge_environment(
-        facts("variables", {"NCCL_IB_HCA": "a b"}, {"NCCL_DEBUG": "INFO"})
-    )
-    assert [each.command for each in variables.differences] == [
-        "unset NCCL_DEBUG",
-        "export NCCL_IB_HCA='a b'",
-    ]
-    packages = judge_packages(facts("versions", {"av": "18.1.0"}, {"x": "1"}))
-    pip = f"{sys.executable} -m pip"
-    assert [each.command for each in packages.differences] == [
-        f"{pip} install av==18.1.0",
-        f"{pip} uninstall --yes x",
-    ]
+    given = facts("variables", {"NCCL_IB_HCA": "a b"}, {"NCCL_DEBUG": "INFO"})
+    commands = [each.command for each in judge_environment(given).differences]
+    assert commands == ["unset NCCL_DEBUG", "export NCCL_IB_HCA='a b'"]
+    given, pip = facts("versions", {"av": "18.1.0"}, {"x": "1"}), f"{sys.executable} -m pip"
+    commands = [each.command for each in judge_packages(given).differences]
+    assert commands == [f"{pip} install av==18.1.0", f"{pip} uninstall --yes x"]
     name = "revision of the working folder"
     clean = judge_code(facts("files", {name: "v1-3-gabc"}, {name: "v1"})).differences
     assert clean[0].command == "git fetch --all && git checkout --force v1-3-gabc"

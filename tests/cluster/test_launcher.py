@@ -11,7 +11,7 @@ from typing import Literal
 
 import psutil
 import pytest
-from tests.build import change_options, wait_until
+from tests.build import change_options, listening, wait_until
 
 from longtake.cluster.launcher import classify_exit
 from longtake.failures import RankFailure
@@ -55,17 +55,6 @@ def _launch(
 def _ranks(site: TrainingSite) -> list[Heartbeat]:
     found = read_heartbeats(heartbeat_dir(site.run.path))
     return [heartbeat for heartbeat in found if heartbeat.role == "rank" and heartbeat.is_alive]
-
-
-def _listening(pid: int) -> list[str]:
-    """Addresses at which a process and all its descendants listen."""
-    top = psutil.Process(pid)
-    return [
-        f"{connection.laddr.ip} {process.name()}"
-        for process in (top, *top.children(recursive=True))
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN
-    ]
 
 
 def _wait_for_rows(process: "subprocess.Popen[str]", site: TrainingSite, count: int) -> None:
@@ -144,7 +133,9 @@ def stopped(stopped_site: TrainingSite) -> LaunchResult:
     def stop(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, stopped_site, 3)
         assert len(psutil.Process(process.pid).children()) == 2
-        (stopped_site.folder / "listening").write_text("\n".join(_listening(process.pid)))
+        (stopped_site.folder / "listening").write_text(
+            "\n".join(host for host, _ in listening(process.pid))
+        )
         process.send_signal(signal.SIGUSR1)
         process.send_signal(signal.SIGUSR1)
 

@@ -4,9 +4,8 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import psutil
 import pytest
-from tests.build import own_address, wait_until
+from tests.build import listening, own_address, wait_until
 
 from longtake.cluster import rendezvous
 from longtake.cluster.rendezvous import Rendezvous, SilentProcessError
@@ -51,13 +50,9 @@ def test_a_store_on_loopback_is_not_reached_from_the_network() -> None:
     [only] = _processes(1)
     own = Rendezvous(only, _SECONDS)
     assert only.address is not None
-    listening = {
-        each.laddr.ip
-        for each in psutil.Process().net_connections("inet")
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == only.address[1]
-    }
+    hosts = {host for host, port in listening() if port == only.address[1]}
     own.close()
-    assert listening == {only.address[0]}
+    assert hosts == {only.address[0]}
 
 
 def test_a_process_that_does_not_come_back_is_named_with_what_it_did() -> None:

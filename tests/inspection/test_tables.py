@@ -6,6 +6,7 @@ from collections.abc import Callable
 from io import StringIO
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from longtake.inspection.facts import run_facts, step_facts
@@ -56,14 +57,26 @@ def test_the_newest_step_says_what_stores_gave(told: RunDirectory) -> None:
     )
 
 
-def test_what_is_inside_of_an_event_is_told_in_words() -> None:
-    event = {
-        "event": "cache_filled",
-        "time": "2026-01-02T03:04:05+00:00",
-        "seconds": {"wait": 258.6741, "encode": 3.0},
-        "clips": [1, 2],
-    }
-    assert said(event) == "cache filled: seconds (wait 258.7, encode 3), clips 1, 2"
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (
+            {
+                "event": "cache_filled",
+                "seconds": {"wait": 258.6741, "encode": 3.0},
+                "clips": [1, 2],
+            },
+            "cache filled: seconds (wait 258.7, encode 3), clips 1, 2",
+        ),
+        (
+            {"event": "sample_rejected", "at": 4, "step": 3, "reason": "no such file"},
+            "sample rejected at step 4: reason no such file",
+        ),
+        ({"event": "finished", "at": 9, "step": 9, "by": None}, "finished at step 9"),
+    ],
+)
+def test_events_are_told_in_words(event: dict[str, Any], text: str) -> None:
+    assert said({"time": "2026-01-02T03:04:05+00:00", **event}) == text
 
 
 def test_long_lists_are_shortened(told: RunDirectory) -> None:
@@ -129,11 +142,3 @@ def test_text_that_looks_like_markup_is_printed_as_it_is(told: RunDirectory) -> 
     text = "\n".join(_printed(print_steps, facts))
     assert "a [red] ball [/b]" in text
     assert "see [bold]" in text
-
-
-def test_other_events_say_what_they_know() -> None:
-    event = {"event": "sample_rejected", "at": 4, "step": 3, "time": "", "reason": "no such file"}
-    assert said(event) == "sample rejected at step 4: reason no such file"
-    assert said({"event": "finished", "at": 9, "step": 9, "time": "", "by": None}) == (
-        "finished at step 9"
-    )

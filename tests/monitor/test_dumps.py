@@ -210,9 +210,6 @@ def test_a_round_without_stacks_says_nothing() -> None:
     assert (found.stack, found.has_moved) == ((), False)
 
 
-_DAY = 86400.0
-
-
 def _at(path: Path, moment: float) -> None:
     os.utime(path, (moment, moment))
 
@@ -249,7 +246,7 @@ def test_requests_of_days_ago_go(tmp_path: Path) -> None:
     ):
         stall = {"stall": {"launch": launch}} if launch else {}
         write_once(request_path(run, name), {"token": name, **stall})
-        _at(request_path(run, name), days * _DAY)
+        _at(request_path(run, name), days * 86400.0)
     prune_requests(run, "one")
     names = {path.stem for path in (tmp_path / "requests").iterdir()}
     assert names == {"recent", "ours"}

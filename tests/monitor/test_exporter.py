@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from prometheus_client import Metric
 from prometheus_client.openmetrics import parser
+from tests.build import listening
 
 from longtake.config import WatchSection
 from longtake.monitor.exporter import Exporter
@@ -201,10 +201,6 @@ def test_it_listens_on_this_machine_only() -> None:
     """Unless watch.exporter_host says otherwise: it tells host names and paths."""
     section = WatchSection(exporter_port=9465)
     exporter = Exporter(0, section.exporter_host)
-    listening = [
-        each.laddr.ip
-        for each in psutil.Process().net_connections("inet")
-        if each.status == psutil.CONN_LISTEN and each.laddr.port == exporter.port
-    ]
+    hosts = [host for host, port in listening() if port == exporter.port]
     exporter.close()
-    assert listening == ["127.0.0.1"]
+    assert hosts == ["127.0.0.1"]
