@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import bare_recipe
+from tests.build import bare_recipe, make_row
 
 from longtake.checkpoint.files import commit, describe_files, list_files
 from longtake.data.batch import Batch
@@ -108,23 +108,20 @@ class Teller:
 
 def _row(step: int, batch: Batch, verdict: str | None) -> Metrics:
     loss = 1.0 / step + (0.5 * (step - 12) if verdict else 0.0)
-    row = Metrics(
-        step=step,
+    judged = {} if verdict is None else {"verdict": verdict}
+    return make_row(
+        step,
+        None if verdict == "skip" else loss,
         epoch=batch.epoch,
-        loss=None if verdict == "skip" else loss,
         grad_norm=0.5,
-        learning_rate=1e-3,
         step_seconds=0.25,
-        data_seconds=0.0,
         time=time.time(),
         batch=batch.step,
         loss_by_sigma=[loss, None, loss, loss],
         weight_norm=700.0 + step,
         update_ratio=1e-3,
+        **judged,
     )
-    if verdict is not None:
-        row["verdict"] = verdict  # type: ignore[typeddict-item]  # a plain text
-    return row
 
 
 @pytest.fixture(scope="session")

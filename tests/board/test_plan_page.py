@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.board.node_runs import make_run
+from tests.build import make_row
 
 from longtake.board.pages import ServerLinks
 from longtake.board.plan_page import block_strip, render_plan
@@ -140,13 +141,8 @@ def test_measured_memory_stands_beside_the_planned(run: RunDirectory) -> None:
 
 
 def test_peaks_of_steps_are_drawn_with_the_plan(run: RunDirectory) -> None:
-    row = {"epoch": 0, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3, "step_seconds": 1.0}
-    row |= {"data_seconds": 0.0, "time": 1.8e9}
-    lines = [
-        json.dumps({**row, "step": step, "batch": step - 1, "peak_memory_bytes": 70 * _MIB})
-        for step in range(1, 9)
-    ]
-    run.metrics_path.write_text("\n".join(lines) + "\n")
+    for step in range(1, 9):
+        run.append_metrics(make_row(step, batch=step - 1, peak_memory_bytes=70 * _MIB))
     html = _page(_keep(run, _plan()))
     assert "70.00 MiB at most; 80.00 MiB planned (+14.3 %" in html
     assert html.count('class="plot"') == 1

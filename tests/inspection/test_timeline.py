@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.build import bare_recipe
+from tests.build import bare_recipe, make_row
 from tests.fuzz.mutations import damage_json, damage_lines
 
 from longtake.errors import LongtakeError, RecordError
@@ -51,10 +51,8 @@ class Writer:
         self.event(time, "startup_timing", step=step, total=total, **facts)
 
     def step(self, step: int, time: float, seconds: float = 1.0, **more: Any) -> None:
-        row = {"step": step, "epoch": 0, "loss": 1.0, "grad_norm": 1.0, "learning_rate": 1e-3}
         times = {"step_seconds": seconds, "data_seconds": 0.25, "time": _BEGIN + time}
-        with self.run.metrics_path.open("a") as file:
-            file.write(json.dumps(row | times | {"batch": step - 1} | more) + "\n")
+        self.run.append_metrics(make_row(step, batch=step - 1, **times, **more))
 
     def marks(self) -> list[Mark]:
         return timeline(self.run, read_rows(self.run))
