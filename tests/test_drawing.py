@@ -36,7 +36,6 @@ def _drawn(text: str) -> np.ndarray:
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    monkeypatch.setenv("PATH", str(tmp_path))  # no fontconfig
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setattr(drawing, "_FONT_FOLDERS", ())
     monkeypatch.setattr(drawing, "_missing_said", False)

@@ -52,23 +52,6 @@ def test_periodic_work_is_done_until_the_block_ends() -> None:
     assert len(done) == count
 
 
-def test_periodic_work_that_is_slow_leaves_time_for_others() -> None:
-    begun: list[float] = []
-    ended: list[float] = []
-    enough = threading.Event()
-
-    def work() -> None:
-        begun.append(time.monotonic())
-        time.sleep(0.02)
-        ended.append(time.monotonic())
-        if len(ended) == 3:
-            enough.set()
-
-    with periodic("mine", work, 0.001, rest=3.0):
-        assert enough.wait(120)
-    assert all(begun[n + 1] - ended[n] >= 0.06 for n in range(2))
-
-
 def _stop_training() -> StopSignal:
     return StopSignal(STOP_SIGNALS, second="interrupt")
 

@@ -5,8 +5,6 @@ on this machine; a character that no font has is drawn as a box, with one warnin
 """
 
 import os
-import shutil
-import subprocess
 import sys
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -30,11 +28,10 @@ _GREEN, _RED = "#2f8f5b", "#c8453b"
 _MARGIN, _LABEL_GAP, _ROW_GAP = 28, 22, 26
 
 _LEADING = 1.4  # line height over font size
-_FC_MATCH_SECONDS = 5.0
 _FONT_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "/System/Library/Fonts")
 _FONT_SUFFIXES = (".ttf", ".otf", ".ttc")
 _MOST_FONTS = 400
-"""Limit of the font files that are tried if fontconfig is missing."""
+"""Limit of the font files that are tried."""
 _SHOWN = 8
 _PROBE_SIZE = 12
 # A noncharacter, which Unicode assigns to nothing.
@@ -254,10 +251,7 @@ def _path_of(character: str) -> str | None:
     """Return the file of a font that has a character; empty: Pillow's own; None: no font."""
     if character.isspace() or _has("", character):
         return ""
-    # Cheapest first: fonts in use, then a program, then all installed files.
-    found = (path for path in (*_found, _by_fontconfig(character)) if path is not None)
-    path = next((path for path in found if _has(path, character)), None)
-    path = path or next((path for path in _installed() if _has(path, character)), None)
+    path = next((path for path in (*_found, *_installed()) if _has(path, character)), None)
     if path is not None and path not in _found:
         _found.append(path)
     return path
@@ -276,20 +270,6 @@ def _has(path: str, character: str) -> bool:
         font = _font(path, _PROBE_SIZE)
         return bytes(font.getmask(character)) != bytes(font.getmask(_IN_NO_FONT))
     return False
-
-
-def _by_fontconfig(character: str) -> str | None:
-    program = shutil.which("fc-match")
-    if program is None:
-        return None
-    command = [program, "-f", "%{file}", f"sans:charset={ord(character):x}"]
-    with suppress(OSError, subprocess.SubprocessError):
-        done = subprocess.run(  # noqa: S603 - fontconfig's own program
-            command, capture_output=True, text=True, check=True, timeout=_FC_MATCH_SECONDS
-        )
-        # fc-match always names a font, even if none has the character; the caller checks.
-        return done.stdout if Path(done.stdout).is_file() else None
-    return None
 
 
 @cache

@@ -353,22 +353,17 @@ class KeptProcess:
 
 
 @contextmanager
-def periodic(
-    name: str, work: Callable[[], object], seconds: float, *, rest: float = 0.0
-) -> Iterator[None]:
-    """Call `work` every `seconds` in a thread, until the block ends.
+def periodic(name: str, work: Callable[[], object], seconds: float) -> Iterator[None]:
+    """Call `work` in a thread after pauses of `seconds`, until the block ends.
 
-    The first call is after `seconds`, and a pause lasts at least `rest` times as long as the last
-    call. The block's end waits for a call that is under way. What `work` raises ends the thread.
+    The first call is after `seconds`. The block's end waits for a call that is under way. What
+    `work` raises ends the thread.
     """
     is_over = threading.Event()
 
     def repeat() -> None:
-        pause = seconds
-        while not is_over.wait(pause):
-            begun = time.monotonic()
+        while not is_over.wait(seconds):
             work()
-            pause = max(seconds, rest * (time.monotonic() - begun))
 
     thread = threading.Thread(target=repeat, name=name, daemon=True)
     thread.start()

@@ -167,11 +167,11 @@ def dump_process(pid: int, signal_file: Path | None = None, native: bool = True)
 _PROC_FILES = ("status", "wchan", "stack", "syscall")
 
 
-def dump_all(processes: Mapping[int, Path | None], native: bool = False) -> dict[int, StackDump]:
-    """Dump several processes in parallel, given as pid and signal file; see `dump_process`."""
+def dump_all(processes: Mapping[int, Path | None]) -> dict[int, StackDump]:
+    """Dump several processes in parallel, given as pid and signal file, without C calls."""
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dump") as threads:
         begun = {
-            pid: threads.submit(dump_process, pid, file, native) for pid, file in processes.items()
+            pid: threads.submit(dump_process, pid, file, False) for pid, file in processes.items()
         }
         return {pid: future.result() for pid, future in begun.items()}
 

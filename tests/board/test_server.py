@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from longtake.board import server
 from longtake.board.pages import PAGES, ServerLinks
 from longtake.errors import RunError
-from longtake.inspection.files import open_below
+from longtake.fsio import open_below
 from longtake.inspection.reader import RunList
 from longtake.inspection.rows import read_rows
 from longtake.run_dir import RunDirectory

@@ -67,8 +67,8 @@ def _call(returned: str) -> str:
 def test_a_measure_gives_a_number_for_each_video_or_one_for_all(
     write: Write, returned: str, of_each: list[dict[str, float]], of_set: dict[str, float]
 ) -> None:
-    extras = load_extras([write(_call(returned))])
-    assert measure_extra(extras, _VIDEOS, _PROMPTS, 2.0) == (of_each, of_set)
+    extra = load_extra(write(_call(returned)))
+    assert measure_extra(extra, _VIDEOS, _PROMPTS, 2.0) == (of_each, of_set)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_a_measure_gives_a_number_for_each_video_or_one_for_all(
 )
 def test_a_measure_that_fails_is_named(write: Write, returned: str, said: str) -> None:
     with pytest.raises(RecipeError, match="The measure own ") as caught:
-        measure_extra([load_extra(write(_call(returned)))], _VIDEOS, _PROMPTS, 2.0)
+        measure_extra(load_extra(write(_call(returned))), _VIDEOS, _PROMPTS, 2.0)
     assert said in str(caught.value)
 
 
@@ -89,7 +89,7 @@ def test_an_error_of_ours_passes_through(write: Write) -> None:
     body = "    def __call__(self, *given):\n        from longtake.errors import DataError\n"
     extra = load_extra(write(body + "        raise DataError('no such video')\n"))
     with pytest.raises(DataError, match=r"^no such video$"):
-        measure_extra([extra], _VIDEOS, _PROMPTS, 2.0)
+        measure_extra(extra, _VIDEOS, _PROMPTS, 2.0)
 
 
 def test_what_is_no_measure_is_refused_with_what_it_lacks(write: Write) -> None:
@@ -223,11 +223,11 @@ def test_features_of_a_users_network_are_compared_with_real_ones(
     np.save(real, features + np.array([0.5, 0, 0]))
     monkeypatch.setenv(EXTRACTOR, str(network))
     monkeypatch.setenv(REAL, str(real))
-    extras = load_extras(["longtake.evaluation.extra_measures:FrechetDistance"])
-    of_each, of_set = measure_extra(extras, videos, ["a"] * 3, 8.0)
+    (extra,) = load_extras(["longtake.evaluation.extra_measures:FrechetDistance"])
+    of_each, of_set = measure_extra(extra, videos, ["a"] * 3, 8.0)
     assert of_each == [{}] * 3
     assert of_set == {"frechet_distance": pytest.approx(0.25)}
-    assert measure_extra(extras, videos[:1], ["a"], 8.0) == ([{}], {})
+    assert measure_extra(extra, videos[:1], ["a"], 8.0) == ([{}], {})
     np.save(real, features[:, :2])
     with pytest.raises(ModelError, match=r"makes 3 features of a video, and .* has 2 of each"):
         FrechetDistance()(videos, ["a"] * 3, 8.0)

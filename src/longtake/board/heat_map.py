@@ -145,55 +145,41 @@ class _Scale:
         share = (value - self.low) / max(self.high - self.low, 1e-12)
         return min(COLOURS - 1, max(0, int(share * COLOURS)))
 
-    def is_outlying(self, value: float) -> bool:
-        return value in self.far
-
 
 def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:
     """Yield pictures that a wide page shows side by side, and a narrow one below each other."""
     across = max((len(node.ranks) for node in nodes), default=1) or 1
     if across <= _NARROW and len(nodes) > _MANY_HOSTS:
-        per_block = _ACROSS * _DOWN
-        for first in range(0, len(nodes), per_block):
-            yield _grid(nodes[first : first + per_block], across, measure, scale)
-        return
-    # About four blocks side by side, none of which is too low or too high.
-    rows = min(_ROWS, max(_LEAST_ROWS, -(-len(nodes) // 4)))
-    for first in range(0, len(nodes), rows):
-        yield _table(nodes[first : first + rows], across, len(nodes), measure, scale)
+        rows, columns, size = _DOWN, _ACROSS, 12
+    else:
+        # About four blocks side by side, none of which is too low or too high.
+        rows, columns = min(_ROWS, max(_LEAST_ROWS, -(-len(nodes) // 4))), 1
+        size = 14 if len(nodes) <= 48 else 10
+        if len(nodes) <= 16 and across <= 16:
+            size = 24
+    for first in range(0, len(nodes), rows * columns):
+        yield _block(nodes[first : first + rows * columns], across, columns, size, measure, scale)
 
 
-def _table(
-    nodes: Sequence[NodeNow], across: int, num_hosts: int, measure: RankNumber, scale: _Scale
+def _block(
+    nodes: Sequence[NodeNow],
+    across: int,
+    columns: int,
+    size: int,
+    measure: RankNumber,
+    scale: _Scale,
 ) -> Markup:
-    """Draw a row for each host with a cell for each of its ranks."""
-    size = 14 if num_hosts <= 48 else 10
-    if num_hosts <= 16 and across <= 16:
-        size = 24
-    label = _label_width(nodes)
-    parts = []
-    for row, node in enumerate(nodes):
-        y = row * size
-        parts.append(_host_label(node, label, y + size / 2 + 4))
-        for place, rank in enumerate(sorted(node.ranks, key=lambda each: each.local_rank)):
-            parts.append(_cell(label + place * size, y, size, rank, node, measure, scale))
-    return svg.picture(label + across * size + 1, len(nodes) * size, "".join(parts), "heat")
-
-
-def _grid(nodes: Sequence[NodeNow], across: int, measure: RankNumber, scale: _Scale) -> Markup:
-    """Draw hosts of few ranks, ten side by side; each row is labelled with its first host."""
-    size, label = 12, _label_width(nodes)
-    parts = []
+    """Draw `columns` hosts in a row, each with `across` cells; the first host labels the row."""
+    label, parts = _label_width(nodes), []
     for place, node in enumerate(nodes):
-        row, column = divmod(place, _ACROSS)
-        y = row * size
+        row, column = divmod(place, columns)
         if not column:
-            parts.append(_host_label(node, label, y + size / 2 + 4))
-        for local, rank in enumerate(node.ranks):
+            parts.append(_host_label(node, label, row * size + size / 2 + 4))
+        for local, rank in enumerate(sorted(node.ranks, key=lambda each: each.local_rank)):
             x = label + (column * across + local) * size
-            parts.append(_cell(x, y, size, rank, node, measure, scale))
-    rows = -(-len(nodes) // _ACROSS)
-    return svg.picture(label + _ACROSS * across * size + 1, rows * size, "".join(parts), "heat")
+            parts.append(_cell(x, row * size, size, rank, node, measure, scale))
+    height = -(-len(nodes) // columns) * size
+    return svg.picture(label + columns * across * size + 1, height, "".join(parts), "heat")
 
 
 def _label_width(nodes: Sequence[NodeNow]) -> float:
@@ -230,7 +216,7 @@ def _cell(
             f'<text x="{middle:g}" y="{y + 15}" text-anchor="middle" '
             f'class="letter{dark}">{letter}</text>'
         )
-    if value is not None and scale.is_outlying(value):
+    if value is not None and value in scale.far:
         found += _mark(x, y, size - 1)
     return found
 

@@ -48,8 +48,9 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
     nodes, problems = read_nodes(facts.run, is_live=is_live)
     health = _health(facts, nodes)
     stalls, unread = read_stalls(facts, query.get("stall"))
-    shown = _measures(nodes, query.get("show"), is_static=not links.series(facts.name))
+    maps, choices = _measures(nodes, query.get("show"), is_static=not links.series(facts.name))
     path = shlex.quote(str(facts.run.path))
+    columns = [label for label in COLUMNS if any(label in node.numbers for node in nodes)]
     ranks = [rank for node in nodes for rank in node.ranks]
     return render(
         "nodes.html",
@@ -64,12 +65,12 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
         states=Counter(node.state for node in nodes),
         phases=_phases_now(ranks),
         letters={name: each.letter for name, each in heat_map.PHASES.items()},
-        maps=shown.maps,
-        choices=shown.known,
+        maps=maps,
+        choices=choices,
         outlier_key=heat_map.outlier_key(),
         times=_phase_times(ranks),
-        table=_table(nodes, health),
-        columns=[label for label in COLUMNS if any(label in node.numbers for node in nodes)],
+        table=_table(nodes, columns, health),
+        columns=columns,
         plots=_plots(facts, nodes, health),
         is_thin=_history(facts).is_thin,
         health=health,
@@ -87,21 +88,20 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
 # --- Now --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Shown:
-    maps: list[heat_map.HeatMap]
-    known: list[heat_map.RankNumber]  # numbers that can be chosen
+def _measures(
+    nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool
+) -> tuple[list[heat_map.HeatMap], list[heat_map.RankNumber]]:
+    """Return the chosen map, and the numbers that can be chosen.
 
-
-def _measures(nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool) -> _Shown:
-    """Return the chosen map; all maps on a page that cannot load another one."""
+    A page that cannot load another map has all of them.
+    """
     ranks = [rank for node in nodes for rank in node.ranks]
     known = [
         each for each in heat_map.MEASURES if any(each.value(rank) is not None for rank in ranks)
     ]
     wanted = [each for each in known if each.key == chosen] or known[:1]
     drawn = (heat_map.heat_map(nodes, each) for each in (known if is_static else wanted))
-    return _Shown([each for each in drawn if each is not None], known)
+    return [each for each in drawn if each is not None], known
 
 
 def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
@@ -251,15 +251,13 @@ class NodeRow:
     is_marked: bool
 
 
-def _table(nodes: Sequence[NodeNow], health: Health) -> dict[str, Any]:
+def _table(nodes: Sequence[NodeNow], columns: Sequence[str], health: Health) -> dict[str, Any]:
     """Return the rows of the table, marked ones first if it is long, and the usual values."""
-    columns = [label for label in COLUMNS if any(label in node.numbers for node in nodes)]
     rows = [_node_row(node, columns, health) for node in nodes[:_MOST_ROWS]]
     marked = [row for row in rows if row.is_marked]
     is_long = len(rows) > 24
     return {
-        "rows": [] if is_long else rows,
-        "marked": marked[:_MOST_MARKED] if is_long else [],
+        "rows": marked[:_MOST_MARKED] if is_long else rows,
         "rest": rows if is_long else [],
         "usual": _usual(nodes, columns) if len(nodes) > 2 else [],
         "num_left": max(0, len(nodes) - _MOST_ROWS),

@@ -15,9 +15,10 @@ from longtake.board.pages import PageLinks, PageName, render_file, write_file
 from longtake.board.registry import RENDER
 from longtake.board.samples_page import COLUMNS_OF_TINY, columns
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.fsio import open_below
 from longtake.inspection import posters
 from longtake.inspection.facts import evaluated
-from longtake.inspection.files import MEDIA_TYPES, open_below
+from longtake.inspection.files import MEDIA_TYPES
 from longtake.inspection.reader import RunFacts, RunReader
 
 DEFAULT_MEDIA_MIB: Final = 24

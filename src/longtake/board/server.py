@@ -46,8 +46,9 @@ from longtake.board.pages import ServerLinks, render
 from longtake.board.plots import series_payload
 from longtake.board.registry import RENDER
 from longtake.formatting import one_line
+from longtake.fsio import open_below
 from longtake.inspection import posters
-from longtake.inspection.files import MEDIA_TYPES, is_folder_below, open_below
+from longtake.inspection.files import MEDIA_TYPES, is_folder_below
 from longtake.inspection.reader import RunList, RunReader
 from longtake.inspection.run_list import RunSummary, find_runs, summarize
 from longtake.run_dir import RunDirectory
@@ -543,13 +544,13 @@ def known_hosts(host: str) -> frozenset[str]:
     return frozenset(name.lower() for name in names)
 
 
-def address(host: str, port: int, path: str = "/", token: str | None = None) -> str:
+def address(host: str, port: int, token: str | None = None) -> str:
     """Return the URL to open; a token is placed after "#", which browsers never send or log."""
     shown = "localhost" if is_loopback(host) else host
     if host in ("0.0.0.0", "::"):  # noqa: S104 - it is compared
         shown = socket.gethostname()
     shown = f"[{shown}]" if ":" in shown else shown
-    return f"http://{shown}:{port}{path}" + (f"#token={quote(token)}" if token else "")
+    return f"http://{shown}:{port}/" + (f"#token={quote(token)}" if token else "")
 
 
 def serve(folder: Path, host: str, sock: socket.socket, token: str | None) -> None:

@@ -34,7 +34,6 @@ def sparkline(
     band: tuple[float, float] | None = None,
     marks: Mapping[int, str] | None = None,
     now: int | None = None,
-    size: tuple[int, int] = (200, 40),
 ) -> Markup:
     """Draw a line through values over steps.
 
@@ -44,9 +43,8 @@ def sparkline(
         band: the expected range, drawn behind the line.
         marks: texts by step; these steps are marked above the line.
         now: step of the vertical line; a script may move it.
-        size: width and height in pixels.
     """
-    width, height = size
+    width, height = 200, 40
     known = [value for value in (*values, *(band or ())) if value is not None]
     if not known:
         return picture(width, height, "", "sparkline")

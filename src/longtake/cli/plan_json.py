@@ -22,6 +22,7 @@ _HOUR_SECONDS = 3600.0
 def report_json(report: "PlanReport") -> dict[str, Any]:
     known, recipe, step = report.known, report.recipe, report.known.step
     start, ahead = report.start, report.ahead
+    reached, unreached = known.gradients.reached, known.gradients.unreached
     facts = {
         "device": known.device.name,
         "memory_gib": _gib(known.device.memory_bytes),
@@ -48,7 +49,12 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "foreach_gib": _gib(known.foreach_bytes),
         "policies": [_policy(row) for row in known.policies],
         "best": _best(known),
-        **_gradients(known),
+        "gradients": {
+            "trainable": len(reached) + len(unreached),
+            "reached": len(reached),
+            "unreached": list(unreached),
+        },
+        "traps": [_facts(trap, "block", "trap", "fix", "stops") for trap in known.gradients.traps],
         "changes": [
             {"set": list(change.changes), "short": list(change.short)}
             | _facts(change, "what", "policy", "step_peak_gib", "host_gib", "fits")
@@ -74,21 +80,6 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "mesh": report.mesh and _mesh(report.mesh),
     }
     return facts if report.cost is None else facts | {"cost": _cost(report.cost)}
-
-
-def _gradients(known: "Forecast") -> dict[str, Any]:
-    reached, unreached = known.gradients.reached, known.gradients.unreached
-    return {
-        "gradients": {
-            "trainable": len(reached) + len(unreached),
-            "reached": len(reached),
-            "unreached": list(unreached),
-        },
-        "traps": [
-            {"block": trap.block, "trap": trap.trap, "fix": trap.fix, "stops": trap.stops}
-            for trap in known.gradients.traps
-        ],
-    }
 
 
 def _policy(row: "PolicyForecast") -> dict[str, Any]:

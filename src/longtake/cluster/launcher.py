@@ -100,7 +100,7 @@ def launch(options: LaunchOptions, console: Console) -> int:
     stop, ended = LaunchStop(), None
     try:
         with stop, _rendezvous(options, stop) as handler:
-            agent = _agent(options, handler, stop, console)
+            agent = Agent(options, handler, stop, console)
             try:
                 result = agent.run()
             finally:
@@ -399,44 +399,34 @@ def _describe_exit(codes: Mapping[int, int], code: int, logs: Mapping[int, Path]
 # --- Ranks of this node ---------------------------------------------------------------------------
 
 
-def _agent(
-    options: LaunchOptions,
-    handler: rendezvous.RendezvousHandler,
-    stop: LaunchStop,
-    console: Console,
-) -> "Agent":
-    entrypoint, *arguments = [
-        *_STDERR_TO_STDOUT,
-        *process.program("longtake", *options.train_arguments),
-    ]
-    num_ranks = count_processes(options.processes)
-    spec = WorkerSpec(
-        role="",  # torch would write it before each line
-        local_world_size=num_ranks,
-        entrypoint=entrypoint,
-        args=tuple(part.replace("$", "$$") for part in arguments),  # torch substitutes in them
-        rdzv_handler=handler,
-        max_restarts=options.max_restarts,
-        monitor_interval=0.1,
-        local_addr=None if options.endpoint else LOOPBACK,
-    )
-    logs = RankLogs(this_node(options.run), tee=options.tee)
-    count = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    console.print(f"{count} on this node; their output: {logs.root_log_dir}", markup=False)
-    return Agent(spec, logs, options, stop, console)
-
-
 class Agent(LocalElasticAgent):
     """Torch's agent with longtake's policy: starts and restarts the ranks of this node."""
 
     def __init__(
         self,
-        spec: WorkerSpec,
-        logs: RankLogs,
         options: LaunchOptions,
+        handler: rendezvous.RendezvousHandler,
         stop: LaunchStop,
         console: Console,
     ) -> None:
+        entrypoint, *arguments = [
+            *_STDERR_TO_STDOUT,
+            *process.program("longtake", *options.train_arguments),
+        ]
+        num_ranks = count_processes(options.processes)
+        spec = WorkerSpec(
+            role="",  # torch would write it before each line
+            local_world_size=num_ranks,
+            entrypoint=entrypoint,
+            args=tuple(part.replace("$", "$$") for part in arguments),  # torch substitutes in them
+            rdzv_handler=handler,
+            max_restarts=options.max_restarts,
+            monitor_interval=0.1,
+            local_addr=None if options.endpoint else LOOPBACK,
+        )
+        logs = RankLogs(this_node(options.run), tee=options.tee)
+        count = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+        console.print(f"{count} on this node; their output: {logs.root_log_dir}", markup=False)
         super().__init__(spec, logs, log_line_prefix_template="${role_name}")  # which is empty
         self.ended: RanksExit | None = None
         self._has_answered = False  # the answer to a stop request was printed

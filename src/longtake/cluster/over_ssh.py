@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from longtake.cluster import findings, topology
 from longtake.errors import LongtakeError
@@ -191,10 +191,34 @@ class _Output:
         return lines[-1] if lines else f"exit status {self.status}, without a message"
 
 
-class _RemoteCommand(NamedTuple):
-    process: "subprocess.Popen[bytes]"
-    out: IO[bytes]
-    error: IO[bytes]
+class _RemoteCommand:
+    """A command that runs on a node, by a local process of ssh."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        # Files and not pipes, which nobody would read while many commands run.
+        self._files = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - see end
+        out, error = self._files
+        self.process = subprocess.Popen(  # noqa: S603 - ssh, by its path
+            command, stdin=subprocess.PIPE, stdout=out, stderr=error
+        )
+
+    def end(self) -> _Output:
+        """Return the output of the command; if it still runs, close its stdin, then kill it."""
+        status = self.process.poll()
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        texts = []
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read().decode(errors="replace"))
+        return _Output(status, *texts)
 
 
 def _ssh_command(options: Sequence[str]) -> list[str]:
@@ -218,7 +242,7 @@ def _run_on_all(
     until_one_fails: bool = False,
 ) -> dict[str, _Output]:
     """Run a command on each node in parallel, for up to `seconds`."""
-    running = {node: _start([*ssh, "--", node, each]) for node, each in commands.items()}
+    running = {node: _RemoteCommand([*ssh, "--", node, each]) for node, each in commands.items()}
     end = time.monotonic() + seconds
     try:
         while (now := time.monotonic()) < end:
@@ -231,34 +255,8 @@ def _run_on_all(
             time.sleep(_POLL_SECONDS)
     finally:
         with ThreadPoolExecutor(_MAX_AT_ONCE) as pool:
-            outputs = list(pool.map(_end, running.values()))
+            outputs = list(pool.map(_RemoteCommand.end, running.values()))
     return dict(zip(running, outputs, strict=True))
-
-
-def _start(command: Sequence[str]) -> _RemoteCommand:
-    # Files and not pipes, which nobody would read while many commands run.
-    out, error = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115 - closed by _end
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=error)  # noqa: S603 - ssh, by its path
-    return _RemoteCommand(process, out, error)
-
-
-def _end(command: _RemoteCommand) -> _Output:
-    """Return the output of a command; if it still runs, close its stdin, then kill it."""
-    status = command.process.poll()
-    assert command.process.stdin is not None
-    with suppress(OSError):
-        command.process.stdin.close()
-    try:
-        command.process.wait(_END_SECONDS)
-    except subprocess.TimeoutExpired:
-        command.process.kill()
-        command.process.wait()
-    texts = []
-    for file in (command.out, command.error):
-        with file:
-            file.seek(0)
-            texts.append(file.read().decode(errors="replace"))
-    return _Output(status, *texts)
 
 
 # --- What went wrong ------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Finds clips in a catalog of any size by their identities, without reading all of it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -8,15 +8,16 @@ from pyarrow import dataset
 
 from longtake.data import catalog as tables
 from longtake.data.clip import Clip
+from longtake.data.ledger import IDENTITY_BYTES
 
 _ROWS_AT_A_TIME = 4096
 
 
-def find_clips(path: Path, identities: Collection[bytes], most_groups: int) -> list[Clip]:
+def find_clips(path: Path, identities: Collection[bytes], most_groups: int | None) -> list[Clip]:
     """Return a catalog's clips with these identities, or with identities that begin so.
 
-    At most `most_groups` groups of rows are read. The fingerprint is not verified, because that
-    needs all clips.
+    At most `most_groups` groups of rows are read; None: any number. The fingerprint is not
+    verified, because that needs all clips.
 
     Raises:
         DataError: the file is missing, not a catalog, damaged where it was read, or of another
@@ -58,3 +59,23 @@ def find_clips(path: Path, identities: Collection[bytes], most_groups: int) -> l
         names = [each for each in schema.names if each.startswith(tables.ATTRIBUTE)]
         attributes = [name.removeprefix(tables.ATTRIBUTE) for name in names]
         return [tables.clip_of(row, attributes) for row in rows.to_pylist()]
+
+
+def find_in_catalogs(
+    paths: Iterable[Path], identities: Iterable[str], most_groups: int | None = None
+) -> dict[str, Clip]:
+    """Return clips by identities or their beginnings; earlier catalogs are searched first.
+
+    Raises:
+        DataError: a catalog that is searched is damaged.
+    """
+    # The ledger keeps the first bytes of an identity only, so that is what is compared.
+    left, found = {bytes.fromhex(each)[:IDENTITY_BYTES]: each for each in identities}, {}
+    for path in paths:
+        if not left:
+            break
+        for clip in find_clips(path, left, most_groups):
+            name = left.pop(bytes.fromhex(clip.identity)[:IDENTITY_BYTES], None)
+            if name is not None:
+                found[name] = clip
+    return found

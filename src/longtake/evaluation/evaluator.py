@@ -138,7 +138,7 @@ class SampleEvaluator:
         of_all: dict[str, float] = {}
         for extra in extras:
             with self._without(task, extra.name):
-                of_each, of_set = measure_extra([extra], again, prompts, fps)
+                of_each, of_set = measure_extra(extra, again, prompts, fps)
                 of_all |= of_set
                 for video, found in zip(videos, of_each, strict=True):
                     video["measures"] |= found

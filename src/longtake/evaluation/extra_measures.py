@@ -88,33 +88,28 @@ def load_extras(paths: Sequence[str]) -> list[Measure]:
 
 
 def measure_extra(
-    extras: Sequence[Measure], videos: Sequence[Video], prompts: Sequence[str], fps: float
+    extra: Measure, videos: Sequence[Video], prompts: Sequence[str], fps: float
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Return the values of further measures: a dict for each video, and one for all together."""
-    of_each: list[dict[str, float]] = [{} for _ in videos]
-    of_set: dict[str, float] = {}
-    for extra in extras:
-        try:
-            found: Any = extra(videos, prompts, fps)
-            is_single = found is None or not hasattr(found, "__len__")
-            # None, where a measure is not defined, is left out like NaN.
-            answers = [found] if is_single else found
-            values = [math.nan if each is None else float(each) for each in answers]
-        except LongtakeError:
-            raise
-        except Exception as error:  # a user's class can fail in any way
-            raise RecipeError(
-                f"The measure {extra.name} failed with {type(error).__name__}: {error}. {_SEE}"
-            ) from error
-        if not is_single and len(values) != len(videos):
-            raise RecipeError(
-                f"The measure {extra.name} gave {len(values)} numbers for {len(videos)} videos; "
-                "expected one for each, or a single number for all of them. " + _SEE
-            )
-        for results, value in zip([of_set] if is_single else of_each, values, strict=True):
-            if math.isfinite(value):
-                results[extra.name] = value
-    return of_each, of_set
+    """Return the values of a further measure: a dict for each video, and one for all together."""
+    try:
+        found: Any = extra(videos, prompts, fps)
+        is_single = found is None or not hasattr(found, "__len__")
+        # None, where a measure is not defined, is left out like NaN.
+        answers = [found] if is_single else found
+        values = [math.nan if each is None else float(each) for each in answers]
+    except LongtakeError:
+        raise
+    except Exception as error:  # a user's class can fail in any way
+        raise RecipeError(
+            f"The measure {extra.name} failed with {type(error).__name__}: {error}. {_SEE}"
+        ) from error
+    if not is_single and len(values) != len(videos):
+        raise RecipeError(
+            f"The measure {extra.name} gave {len(values)} numbers for {len(videos)} videos; "
+            "expected one for each, or a single number for all of them. " + _SEE
+        )
+    results = [{extra.name: value} if math.isfinite(value) else {} for value in values]
+    return ([{} for _ in videos], results[0]) if is_single else (results, {})
 
 
 def _setting(measure: str, variable: str, what: str) -> str:

@@ -19,6 +19,7 @@ from longtake import errors, fsio, lease
 from longtake.checkpoint.files import find_damage
 from longtake.data import ledger
 from longtake.data.catalog import Catalog
+from longtake.data.catalog_search import find_in_catalogs
 from longtake.data.clip import Clip
 from longtake.data.conditioning import given_to
 from longtake.evaluation_dir import EvaluationDirectory
@@ -469,7 +470,7 @@ def _clips(
         samples = [
             {**each, "path": clip and clip.path}
             for each in reported
-            for clip in (known.get(_short_identity(each["identity"])),)
+            for clip in (known.get(each["identity"]),)
         ]
         batch = samples[0]["batch"] if samples else report.facts.get("batch")
         return {"source": "guard", "step": shown, "batch": batch, "samples": samples}
@@ -503,7 +504,7 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
     known = _known_clips(run, names, in_force)
     found = []
     for name, epoch in zip(names, consumed.epoch[chosen].tolist(), strict=True):
-        clip = known.get(_short_identity(name))
+        clip = known.get(name)
         found.append(
             {
                 "identity": clip.identity if clip else name,
@@ -517,25 +518,8 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
 
 def _known_clips(
     run: RunDirectory, identities: Sequence[str], editions: Sequence[str]
-) -> dict[int, Clip]:
-    """Find clips in the run's catalogs, `editions` first, by the first bytes of identities."""
-    wanted = {_short_identity(each) for each in identities}
-    found: dict[int, Clip] = {}
+) -> dict[str, Clip]:
+    """Find clips in the run's catalogs, `editions` first."""
     first = [run.catalogs_path / f"{edition}.parquet" for edition in editions]
-    for path in dict.fromkeys([*first, *sorted(run.catalogs_path.glob("*.parquet"))]):
-        if wanted <= found.keys():
-            break
-        if not path.is_file():
-            continue
-        catalog = Catalog.load(path)
-        whole = b"".join(catalog.identities.to_pylist())
-        octets = np.frombuffer(whole, np.uint8).reshape(-1, catalog.identities.type.byte_width)
-        short = ledger.short_identity(octets)
-        for row in np.flatnonzero(np.isin(short, list(wanted - found.keys()))):
-            found[int(short[row])] = catalog.clip(int(row))
-    return found
-
-
-def _short_identity(identity: str) -> int:
-    octets = np.frombuffer(bytes.fromhex(identity), np.uint8)
-    return int(ledger.short_identity(octets[None])[0])
+    paths = dict.fromkeys([*first, *sorted(run.catalogs_path.glob("*.parquet"))])
+    return find_in_catalogs(filter(Path.is_file, paths), identities)

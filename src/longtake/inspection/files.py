@@ -11,17 +11,6 @@ from longtake import fsio
 from longtake.errors import RecordError
 from longtake.fsio import open_below, open_folder_below
 
-__all__ = [
-    "MEDIA_TYPES",
-    "file_names",
-    "folder_names",
-    "is_folder_below",
-    "is_text",
-    "open_below",
-    "read_below",
-    "read_end",
-]
-
 _T = TypeVar("_T")
 
 MEDIA_TYPES: Final = {

@@ -4,13 +4,12 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Final
 
 from longtake import errors
 from longtake.data import ledger
 from longtake.data.audit import Audit, EpochAudit, audit
-from longtake.data.catalog_search import find_clips
+from longtake.data.catalog_search import find_in_catalogs
 from longtake.data.clip import Clip
 from longtake.formatting import one_line, plural
 from longtake.inspection import data_facts
@@ -167,20 +166,10 @@ def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[st
     wanted = frozenset(each for each in identities if _IDENTITY.fullmatch(each))
     files = data_facts.catalog_files(facts.run)
     version = data_facts.versions(files), wanted
-    return facts.kept(f"clips of {what}", version, lambda: _find(files, wanted))
-
-
-def _find(files: Sequence[Path], wanted: Collection[str]) -> dict[str, Clip]:
-    # The ledger keeps the first bytes of an identity only, so that is what is compared.
-    left, found = {bytes.fromhex(each)[: ledger.IDENTITY_BYTES]: each for each in wanted}, {}
-    for path in files[: data_facts.MOST_CATALOGS]:
-        if not left:
-            break
-        for clip in find_clips(path, left, _MOST_GROUPS):
-            name = left.pop(bytes.fromhex(clip.identity)[: ledger.IDENTITY_BYTES], None)
-            if name is not None:
-                found[name] = clip
-    return found
+    searched = files[: data_facts.MOST_CATALOGS]
+    return facts.kept(
+        f"clips of {what}", version, lambda: find_in_catalogs(searched, wanted, _MOST_GROUPS)
+    )
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from typing_extensions import TypedDict
 from longtake import fsio
 from longtake.errors import RecordError
 from longtake.formatting import natural_key, one_line
+from longtake.fsio import open_below
 from longtake.inspection.columns import Numbers
-from longtake.inspection.files import folder_names, open_below, read_below
+from longtake.inspection.files import folder_names, read_below
 from longtake.inspection.nodes import NodeState, state_of_node
 from longtake.node_dir import NodeDirectory, nodes_path
 from longtake.node_numbers import COLUMNS, by_device, columns_of, links_down, numbers_of

@@ -25,7 +25,7 @@ from longtake.data.clip import Media
 from longtake.data.decode import decoded, in_square_pixels, opened, read_image
 from longtake.data.workers import Task, WorkerPool
 from longtake.formatting import first_line
-from longtake.inspection.files import open_below
+from longtake.fsio import open_below
 
 MAX_SIDE: Final = 384
 """Maximum width and height in pixels; larger stills are shrunk."""
@@ -36,7 +36,6 @@ _SECONDS, _MEMORY_GIB = 10.0, 0.5
 _FOLDER = "posters"
 _MAX_STILLS, _PRUNED_EVERY = 4000, 200
 _MAX_KNOWN_PROBLEMS = 1000
-_IDLE_SECONDS = 30.0
 _MAX_STILL_BYTES = 2**20
 
 
@@ -128,13 +127,11 @@ def _first_frame(media: Media) -> Image.Image:
 
 
 class _Decoder:
-    """One process that decodes, and ends after it had nothing to do for a while."""
+    """One process that decodes, begun with the first still and again after it has failed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: WorkerPool[Path, bytes] | None = None
-        self._num_waiting = 0
-        self._timer: threading.Timer | None = None
 
     def first_frame(self, descriptor: int) -> bytes:
         """Return the first frame of an open file as a small picture.
@@ -144,48 +141,25 @@ class _Decoder:
             DataError: the process that decodes cannot be started.
         """
         with self._lock:
-            if self._timer:
-                self._timer.cancel()
-            if self._pool is None:
-                self._pool = WorkerPool(PosterTask(), 1)
-            self._num_waiting += 1
-            pool = self._pool
+            pool = self._pool = self._pool or WorkerPool(PosterTask(), 1)
+        # Through /proc the process opens exactly this file, even if its path was replaced.
+        item = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
         try:
-            # Through /proc the process opens exactly this file, even if its path was replaced.
-            item = Path(f"/proc/{os.getpid()}/fd/{descriptor}")
             found: bytes = pool.submit(item).result()
         except errors.DataError:
-            self._close(pool)
-            raise
-        finally:
             with self._lock:
-                self._num_waiting -= 1
-                if not self._num_waiting:
-                    self._timer = threading.Timer(_IDLE_SECONDS, self._close_idle)
-                    self._timer.daemon = True
-                    self._timer.start()
+                # Another thread may have replaced it already.
+                if self._pool is pool:
+                    self._pool = None
+            pool.close()
+            raise
         return found
 
-    def _close_idle(self) -> None:
-        with self._lock:
-            if self._num_waiting or self._pool is None:
-                return
-            # Closing waits for the process, and the next request must not: it gets a pool of its
-            # own.
-            pool, self._pool = self._pool, None
-        pool.close()
-
-    def _close(self, pool: WorkerPool[Path, bytes]) -> None:
-        with self._lock:
-            if self._pool is pool:
-                self._pool = None
-        pool.close()
-
     def close(self) -> None:
-        if self._timer:
-            self._timer.cancel()
-        if self._pool:
-            self._close(self._pool)
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
 
 _decoder: Final = _Decoder()

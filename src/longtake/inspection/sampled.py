@@ -17,9 +17,9 @@ from typing_extensions import TypedDict
 
 from longtake import errors, evaluation_dir, fsio
 from longtake.formatting import natural_key, one_line
-from longtake.fsio import open_folder_below
+from longtake.fsio import open_below, open_folder_below
 from longtake.inspection.facts import failed_claims
-from longtake.inspection.files import file_names, folder_names, open_below
+from longtake.inspection.files import file_names, folder_names
 from longtake.inspection.reader import Keep
 from longtake.run_dir import RunDirectory
 

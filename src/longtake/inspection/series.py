@@ -78,7 +78,6 @@ def read_series(
     last: int,
     pixels: int,
     *,
-    abandoned: bool = False,
     x: XAxis = "step",
 ) -> list[Series]:
     """Return series of the steps `first` to `last` (inclusive) in at most `pixels` buckets.
@@ -89,15 +88,10 @@ def read_series(
         first: the first step.
         last: the last step.
         pixels: the width of the plot; at most `MAX_PIXELS` are used.
-        abandoned: whether to reduce all abandoned rows together instead of the rows that count.
         x: unit of the buckets' `x`. Buckets are always formed by steps; unless `x` is "step",
             buckets without rows are left out.
     """
-    chosen = rows.kept
-    if abandoned:
-        lines = np.flatnonzero(rows.is_abandoned)
-        chosen = rows[lines[np.argsort(rows.step[lines], kind="stable")]]
-    return _reduce(chosen, names, first, last, pixels, x)
+    return _reduce(rows.kept, names, first, last, pixels, x)
 
 
 def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
