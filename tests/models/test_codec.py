@@ -10,7 +10,7 @@ from tests.models.tiny import KL
 from torch import Tensor
 
 from longtake.config import Bucket, CodecSection
-from longtake.errors import ModelError, RecipeError
+from longtake.errors import RecipeError
 from longtake.models.codec import (
     PatchedImageCodec,
     PixelCodec,
@@ -179,13 +179,6 @@ def test_a_codec_is_frozen() -> None:
     assert not any(parameter.requires_grad for parameter in codec.autoencoder.parameters())
     assert not codec.autoencoder.training
     assert not codec.encode(_videos()).requires_grad
-
-
-def test_a_missing_folder_is_named() -> None:
-    """A path that is no folder fails at once and without asking the network."""
-    section = CodecSection(kind="autoencoder", pretrained="./nowhere/wan")
-    with pytest.raises(ModelError, match=r"There is no folder \./nowhere/wan\. Expected"):
-        build_codec(section, _PARTS["video"])
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.build import LateCopies
-from tests.models.tiny import FLUX, WAN
+from tests.models.tiny import make_transformer
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,6 +23,7 @@ _CPU = torch.device("cpu")
 _LORA = TrainableSection(kind="lora", rank=4)
 _STYLE = ModuleSection(module="examples.modules.style_residual:StyleResidual", options={"rank": 4})
 _MODULE = TrainableSection(modules={"style": _STYLE})
+_BLOCKS = {"wan": {"num_layers": 4}, "flux": {"num_single_layers": 3}}
 _RUN: Mapping[str, Callable[..., Any]] = {
     "keep": lambda block, *args: block(*args),
     "recompute": lambda block, *args: checkpoint(block, *args, use_reentrant=False),
@@ -38,16 +39,8 @@ def _copies_as_late_as_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _model(name: str, section: TrainableSection, quantize: Quantization | None = None) -> nn.Module:
-    from diffusers import FluxTransformer2DModel, WanTransformer3DModel
-
     torch.manual_seed(3)
-    model: nn.Module
-    if name == "wan":
-        sizes = WAN | {"in_channels": 4, "out_channels": 4, "text_dim": 16, "num_layers": 4}
-        model = WanTransformer3DModel(**sizes)
-    else:
-        sizes = FLUX | {"in_channels": 16, "num_layers": 2, "num_single_layers": 3}
-        model = FluxTransformer2DModel(**sizes, joint_attention_dim=16, pooled_projection_dim=8)
+    model = make_transformer(name, **_BLOCKS[name])
     if quantize is not None:
         model.requires_grad_(False)
         for block in family(name).blocks(model):

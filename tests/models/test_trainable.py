@@ -1,12 +1,11 @@
 """What trains is what the recipe says: all weights, low-rank updates, or a module of one's own."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.models.tiny import FLUX, WAN
+from tests.models.tiny import make_transformer
 from torch import Tensor, nn
 
 from longtake.config import ModuleSection, TrainableSection
@@ -23,7 +22,6 @@ from longtake.models.trainable import (
     plain_copy,
     trained_state,
 )
-from longtake.models.tubelet import TubeletTransformer
 from longtake.planner.activation_checkpointing import ACTIVATIONS, caller
 from longtake.planner.record import Activations, BlockOption
 
@@ -74,48 +72,9 @@ _START = ("lora", "pose", "style", "whole context")
 pytestmark = pytest.mark.usefixtures("at_root")
 
 
-def _flux() -> nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    sizes = FLUX | {"in_channels": 4 * _CHANNELS, "num_layers": 2, "num_single_layers": 2}
-    model: nn.Module = FluxTransformer2DModel(
-        **sizes, joint_attention_dim=16, pooled_projection_dim=8, guidance_embeds=True
-    )
-    return model
-
-
-def _wan() -> nn.Module:
-    from diffusers import WanTransformer3DModel
-
-    model: nn.Module = WanTransformer3DModel(
-        **WAN, in_channels=_CHANNELS, out_channels=_CHANNELS, text_dim=16
-    )
-    return model
-
-
-def _tubelet() -> nn.Module:
-    """Its output is zero at the start, which would keep gradients from all before it."""
-    model = TubeletTransformer(
-        num_frames=2,
-        height=4,
-        width=6,
-        vocabulary_size=8,
-        channels=_CHANNELS,
-        patch_size=(1, 2, 2),
-        hidden_size=_WIDTH,
-        num_blocks=2,
-        num_heads=2,
-    )
-    nn.init.normal_(model.tube_out.weight)
-    return model
-
-
-_MODELS: dict[str, Callable[[], nn.Module]] = {
-    "flux": _flux,
-    "flux_kontext": _flux,
-    "wan": _wan,
-    "tubelet": _tubelet,
-}
+def _model(name: str) -> nn.Module:
+    guided = {"guidance_embeds": True} if name.startswith("flux") else {}
+    return make_transformer(name, **guided)
 
 
 def _made(
@@ -127,7 +86,7 @@ def _made(
         section = section.model_copy(update={"modules": section.modules | {"pose": later}})
     with torch.random.fork_rng(), torch.device(device):
         torch.manual_seed(0)
-        model = _MODELS[name]()
+        model = _model(name)
         nn.Module.to(model, dtype)  # diffusers' own warns about layers that it has none of
         make_trainable(model, family(name), section, _CHANNELS)
     return model
@@ -180,7 +139,7 @@ def _shaken(model: nn.Module) -> nn.Module:
 
 def test_full_training_trains_everything_and_changes_nothing() -> None:
     model = _made("wan", TrainableSection())
-    assert list(trained_state(model)) == list(_wan().state_dict())
+    assert list(trained_state(model)) == list(_model("wan").state_dict())
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -254,7 +213,7 @@ def test_new_weights_follow_from_the_seed_alone() -> None:
     def adapter(seed: int, drawn: int) -> dict[str, Tensor]:
         torch.manual_seed(seed)
         torch.randn(drawn)
-        model, state = _flux(), torch.get_rng_state()
+        model, state = _model("flux"), torch.get_rng_state()
         for section in sections:
             make_trainable(model, family("flux"), section, _CHANNELS)
         assert torch.equal(torch.get_rng_state(), state)
@@ -341,7 +300,7 @@ def test_a_plain_copy_is_the_same_model_without_lora(dtype: torch.dtype) -> None
     with torch.no_grad():
         before = _velocity(model, "flux")
         plain = plain_copy(model)
-        assert list(plain.state_dict()) == list(_flux().state_dict())
+        assert list(plain.state_dict()) == list(_model("flux").state_dict())
         bound = 1e-5 if dtype == torch.float32 else 0.05
         torch.testing.assert_close(_velocity(plain, "flux"), before, atol=bound, rtol=bound)
         assert not torch.equal(before, _velocity(_made("flux", TrainableSection(), dtype), "flux"))

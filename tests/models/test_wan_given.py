@@ -29,6 +29,7 @@ _SIZES: dict[_Make, int] = {
     release_wan.make_ti2v: 64,
 }
 _PICTURE = {"kind": "picture", "path": "{stem}.png"}
+_VIDEO = {"kind": "video", "frames": 5}
 
 
 @pytest.fixture(scope="module")
@@ -46,12 +47,12 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[_Make], Path
     return of
 
 
-def _recipe(release: Path, size: int, first: Mapping[str, Any], **inputs: Any) -> Recipe:
+def _recipe(release: Path, size: int, **inputs: Mapping[str, Any]) -> Recipe:
     return make_recipe(
         "wan",
         (9, size, size),
         release,
-        data={"conditioning": {"first": first, **inputs}},
+        data={"conditioning": inputs},
         text={"max_tokens": 512},
         flow={"shift": 3.0},
     )
@@ -70,8 +71,7 @@ def test_several_given_frames_are_as_one_but_more(
 ) -> None:
     """A video of one frame is the picture, bit for bit; of five, it has two frames of latents."""
     size = _SIZES[make]
-    video = {"kind": "video", "frames": 5}
-    recipe = _recipe(releases(make), size, video)
+    recipe = _recipe(releases(make), size, first=_VIDEO)
     parts, bucket = assemble(recipe, (), None), recipe.data.buckets[0]
     frames = _frames(5, size)
 
@@ -83,7 +83,7 @@ def test_several_given_frames_are_as_one_but_more(
     one = told({"kind": "video", "frames": 1}, frames[:, :, :1])
     assert one.keys() == picture.keys()
     assert all(torch.equal(one[name], each) for name, each in picture.items())
-    five = told(video, frames)
+    five = told(_VIDEO, frames)
     own = parts.codec.encode(frames)
     latents = five["first_latents"]
     if make is not release_wan.make_ti2v:
@@ -102,7 +102,7 @@ def test_several_given_frames_are_as_one_but_more(
 
 @torch.no_grad()
 def test_given_frames_of_ti2v_have_time_0_and_no_loss(releases: Callable[[_Make], Path]) -> None:
-    recipe = _recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5})
+    recipe = _recipe(releases(release_wan.make_ti2v), 64, first=_VIDEO)
     parts, bucket = assemble(recipe, (), None), recipe.data.buckets[0]
     sections = recipe.data.conditioning
     given = {"first": _frames(5, 64)}
@@ -135,9 +135,7 @@ def test_given_frames_of_ti2v_have_time_0_and_no_loss(releases: Callable[[_Make]
 
 def test_a_file_is_continued_in_sampling(releases: Callable[[_Make], Path], tmp_path: Path) -> None:
     """By its first frames, which the sampled latents keep; a file that is too short is refused."""
-    sampler = make_sampler(
-        _recipe(releases(release_wan.make_ti2v), 64, {"kind": "video", "frames": 5})
-    )
+    sampler = make_sampler(_recipe(releases(release_wan.make_ti2v), 64, first=_VIDEO))
     random = np.random.default_rng(0)
     for name, count in (("long", 12), ("short", 3)):
         frames = random.integers(0, 256, (count, 64, 64, 3), np.uint8)
@@ -154,24 +152,20 @@ def test_a_file_is_continued_in_sampling(releases: Callable[[_Make], Path], tmp_
 
 
 @pytest.mark.parametrize(
-    ("first", "message"),
+    ("inputs", "message"),
     [
-        ({"frames": 9}, r"first\.frames = 9, but a bucket has 9 frames: nothing would be left"),
-        ({"frames": 6}, r"first\.frames = 6 cannot be encoded alone\. .* The nearest that fits is"),
-        ({"path": "{stem}.mp4"}, r'has it as "video".* Or take it from the clip: .*frames ='),
+        (
+            {"first": {"frames": 9}},
+            r"first\.frames = 9, but a bucket has 9 frames: nothing would be",
+        ),
+        ({"first": {"frames": 6}}, r"first\.frames = 6 cannot be encoded alone\. .* The nearest"),
+        ({"first": {"path": "{stem}.mp4"}}, r'has it as "video".* Or take it from the clip: .*s ='),
+        ({"first": {"frames": 1}, "last": {"frames": 5}}, r'image named last .* has it as "video"'),
     ],
 )
 def test_frames_that_cannot_be_continued_are_refused(
-    releases: Callable[[_Make], Path], first: dict[str, Any], message: str
+    releases: Callable[[_Make], Path], inputs: dict[str, dict[str, Any]], message: str
 ) -> None:
-    recipe = _recipe(releases(release_wan.make_i2v), 32, {"kind": "video", **first})
+    videos = {name: {"kind": "video", **keys} for name, keys in inputs.items()}
     with pytest.raises(RecipeError, match=message):
-        outline(recipe)
-
-
-def test_a_last_frame_is_never_several(releases: Callable[[_Make], Path]) -> None:
-    recipe = _recipe(
-        releases(release_wan.make_i2v), 32, _PICTURE, last={"kind": "video", "frames": 5}
-    )
-    with pytest.raises(RecipeError, match=r'image named last .* has it as "video"'):
-        outline(recipe)
+        outline(_recipe(releases(release_wan.make_i2v), 32, **videos))

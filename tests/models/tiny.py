@@ -5,8 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from longtake import config
 from longtake.config import PooledSection, Recipe, TextSection
+from longtake.models.tubelet import TubeletTransformer
 
 T5: dict[str, Any] = {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2}
 CLIP: dict[str, Any] = {
@@ -60,6 +63,27 @@ KONTEXT: dict[str, Any] = {
 """A recipe of FLUX.1 Kontext with random weights."""
 TEXT = TextSection(kind="transformers", config=T5, max_tokens=8)
 TWO_TEXTS = TEXT.model_copy(update={"pooled": PooledSection(config=CLIP, max_tokens=9)})
+
+
+def make_transformer(name: str, **sizes: Any) -> nn.Module:
+    """Make a transformer of random weights for latents of 4 channels and texts of width 16."""
+    import diffusers
+
+    if name == "tubelet":
+        grid = {"num_frames": 2, "height": 4, "width": 6, "channels": 4, "patch_size": (1, 2, 2)}
+        more = {"vocabulary_size": 8, "hidden_size": 24, "num_blocks": 2, "num_heads": 2}
+        tubelet = TubeletTransformer(**grid | more | sizes)  # type: ignore[arg-type]
+        # It is zero at the start, which would keep gradients from all before it.
+        nn.init.normal_(tubelet.tube_out.weight)
+        return tubelet
+    if name == "wan":
+        channels = {"in_channels": 4, "out_channels": 4, "text_dim": 16}
+        wan: nn.Module = diffusers.WanTransformer3DModel(**WAN | channels | sizes)
+        return wan
+    channels = {"in_channels": 16, "joint_attention_dim": 16, "pooled_projection_dim": 8}
+    blocks = {"num_layers": 2, "num_single_layers": 2}
+    flux: nn.Module = diffusers.FluxTransformer2DModel(**FLUX | channels | blocks | sizes)
+    return flux
 
 
 def make_recipe(
