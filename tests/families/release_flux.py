@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 import transformers
-from tests.families.row import WIDTH, Asked, Row, t5, tokenizer
+from tests.families.row import WIDTH, Asked, Row, encoder_sizes, t5, tokenizer
 from torch import Tensor
 
 
@@ -19,15 +19,20 @@ def make_kontext(folder: Path) -> None:
     _write(folder, "FluxKontextPipeline", {})
 
 
+STAGES: dict[str, Any] = {
+    "block_out_channels": (4,) * 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "layers_per_block": 1,
+    "norm_num_groups": 2,
+}
+"""Of the autoencoders of FLUX.1 and FLUX.2."""
+
+
 def vae(latent_channels: int) -> Any:
-    stages = 4
     return diffusers.AutoencoderKL(
-        block_out_channels=(4,) * stages,
-        down_block_types=("DownEncoderBlock2D",) * stages,
-        up_block_types=("UpDecoderBlock2D",) * stages,
-        layers_per_block=1,
+        **STAGES,
         latent_channels=latent_channels,
-        norm_num_groups=2,
         scaling_factor=0.3611,
         shift_factor=0.1159,
         use_quant_conv=False,
@@ -39,10 +44,7 @@ def _write(folder: Path, pipeline: str, transformer: dict[str, Any]) -> None:
     words, pooled = tokenizer(begins=False), tokenizer(begins=True)
     clip = transformers.CLIPTextConfig(
         vocab_size=len(pooled),
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
+        **encoder_sizes(),
         max_position_embeddings=77,
         bos_token_id=3,
         eos_token_id=1,

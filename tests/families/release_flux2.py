@@ -6,7 +6,8 @@ from typing import Any
 
 import diffusers
 import transformers
-from tests.families.row import Asked, Row
+from tests.families.release_flux import STAGES
+from tests.families.row import Asked, Row, encoder_sizes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
@@ -47,15 +48,7 @@ def tokenizer() -> Any:
 
 def vae() -> Any:
     """Its statistics are not those of an untrained batch norm."""
-    stages = 4
-    made = diffusers.AutoencoderKLFlux2(
-        block_out_channels=(4,) * stages,
-        down_block_types=("DownEncoderBlock2D",) * stages,
-        up_block_types=("UpDecoderBlock2D",) * stages,
-        layers_per_block=1,
-        latent_channels=4,
-        norm_num_groups=2,
-    )
+    made = diffusers.AutoencoderKLFlux2(**STAGES, latent_channels=4)
     made.bn.running_mean.uniform_(-0.5, 0.5)
     made.bn.running_var.uniform_(0.5, 1.5)
     return made
@@ -89,10 +82,7 @@ def scheduler() -> Any:
 def decoder(vocabulary_size: int, layers: int) -> dict[str, Any]:
     return {
         "vocab_size": vocabulary_size,
-        "hidden_size": WIDTH,
-        "intermediate_size": 8,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 2,
+        **encoder_sizes(WIDTH, 8, layers),
         "num_key_value_heads": 1,
         "head_dim": 4,
     }
@@ -100,14 +90,8 @@ def decoder(vocabulary_size: int, layers: int) -> dict[str, Any]:
 
 def dev() -> Any:
     words = tokenizer()
-    vision = transformers.PixtralVisionConfig(
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        image_size=28,
-        patch_size=14,
-    )
+    sizes = encoder_sizes(8, 8, heads=1)
+    vision = transformers.PixtralVisionConfig(**sizes, image_size=28, patch_size=14)
     text = transformers.MistralConfig(**decoder(len(words), layers=30))
     return diffusers.Flux2Pipeline(
         scheduler=scheduler(),

@@ -8,7 +8,7 @@ from typing import Any
 import diffusers
 import transformers
 from tests.families import release_qwen_image
-from tests.families.row import Asked, Row
+from tests.families.row import Asked, Row, encoder_sizes
 
 _WIDTH = 16  # of the encoders
 _CHANNELS = 32  # of latents, as the pipeline of text assumes
@@ -48,14 +48,8 @@ def vae() -> Any:
 
 
 def _siglip() -> dict[str, Any]:
-    vision = transformers.SiglipVisionConfig(
-        hidden_size=_WIDTH,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=8,
-    )
+    sizes = encoder_sizes(_WIDTH, inner_width=16)
+    vision = transformers.SiglipVisionConfig(**sizes, image_size=32, patch_size=8)
     return {
         "image_encoder": transformers.SiglipVisionModel(vision),
         "feature_extractor": transformers.SiglipImageProcessor(size={"height": 32, "width": 32}),

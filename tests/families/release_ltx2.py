@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from diffusers.pipelines.ltx2.connectors import LTX2TextConnectors
 from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder
-from tests.families.row import WIDTH, Asked, Row, tokenizer
+from tests.families.row import WIDTH, Asked, Row, encoder_sizes, tokenizer
 from torch import Tensor
 
 _LAYERS = 2  # of the language model
@@ -60,23 +60,13 @@ def language_model(words: Any) -> Any:
     settings = transformers.Gemma3Config(
         text_config={
             "vocab_size": len(words),
-            "hidden_size": WIDTH,
-            "intermediate_size": 32,
-            "num_hidden_layers": _LAYERS,
-            "num_attention_heads": 2,
+            **encoder_sizes(layers=_LAYERS),
             "num_key_value_heads": 1,
             "head_dim": 8,
             "query_pre_attn_scalar": 8,
             "layer_types": ["sliding_attention", "full_attention"],
         },
-        vision_config={
-            "hidden_size": 8,
-            "intermediate_size": 8,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "image_size": 16,
-            "patch_size": 8,
-        },
+        vision_config={**encoder_sizes(8, 8, heads=1), "image_size": 16, "patch_size": 8},
         mm_tokens_per_image=4,
     )
     return transformers.Gemma3ForConditionalGeneration(settings)

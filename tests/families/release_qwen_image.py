@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 import transformers
-from tests.families.row import Asked, Row
+from tests.families.row import Asked, Row, encoder_sizes
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor
 
@@ -58,10 +58,7 @@ def language_config(words: Any) -> Any:
     """Of the text half of Qwen2.5-VL."""
     return transformers.Qwen2_5_VLTextConfig(
         vocab_size=len(words),
-        hidden_size=_WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
+        **encoder_sizes(_WIDTH, layers=2),
         num_key_value_heads=1,
         rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]},
         bos_token_id=words.eos_token_id,

@@ -7,7 +7,7 @@ from typing import Any
 
 import diffusers
 import transformers
-from tests.families.row import WIDTH, Asked, Row, t5, tokenizer
+from tests.families.row import WIDTH, Asked, Row, encoder_sizes, t5, tokenizer
 
 
 def make(folder: Path) -> None:
@@ -67,14 +67,8 @@ def make_a14b_i2v(folder: Path) -> None:
 
 def _clip() -> dict[str, Any]:
     """257 tokens of a picture, as the release has them."""
-    vision = transformers.CLIPVisionConfig(
-        hidden_size=WIDTH,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        image_size=32,
-        patch_size=2,
-    )
+    sizes = encoder_sizes(layers=2)
+    vision = transformers.CLIPVisionConfig(**sizes, image_size=32, patch_size=2)
     size = {"height": 32, "width": 32}
     processor = transformers.CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=size)
     encoder = transformers.CLIPVisionModel(vision)

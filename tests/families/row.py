@@ -97,6 +97,18 @@ def tokenizer(*, begins: bool = False) -> Any:
     )
 
 
+def encoder_sizes(
+    width: int = WIDTH, inner_width: int = 32, layers: int = 1, heads: int = 2
+) -> dict[str, int]:
+    """Sizes of an encoder by the names that most configurations of transformers have for them."""
+    return {
+        "hidden_size": width,
+        "intermediate_size": inner_width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+
+
 def t5(kind: str, vocabulary_size: int) -> Any:
     sizes = {"d_model": WIDTH, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
     settings = getattr(transformers, f"{kind}Config")(vocab_size=vocabulary_size, **sizes)

@@ -189,12 +189,6 @@ def test_a_run_means_its_newest_checkpoint_and_a_checkpoint_itself(
     assert np.array_equal(_sample(by_step), _sample(by_folder))
 
 
-def test_a_run_below_a_folder_named_checkpoints_is_a_run(tiny_run: Path, tmp_path: Path) -> None:
-    moved = shutil.copytree(tiny_run, tmp_path / "checkpoints" / "tiny")
-    assert find_checkpoint(moved)[0].path == moved
-    assert find_checkpoint(moved, 2)[1] == moved / "checkpoints" / "step_00000002"
-
-
 def test_what_is_no_whole_checkpoint_is_refused(tiny_run: Path, tmp_path: Path) -> None:
     with pytest.raises(RunError, match="is not a run directory"):
         find_checkpoint(tmp_path)
@@ -212,7 +206,10 @@ def test_what_is_no_whole_checkpoint_is_refused(tiny_run: Path, tmp_path: Path) 
 
 
 def test_a_moved_run_samples_the_same(tiny_run: Path, tmp_path: Path, sampler: Sampler) -> None:
-    moved = shutil.copytree(tiny_run, tmp_path / "moved")
+    """Also below a folder named checkpoints, which does not make it a checkpoint."""
+    moved = shutil.copytree(tiny_run, tmp_path / "checkpoints" / "tiny")
+    assert find_checkpoint(moved)[0].path == moved
+    assert find_checkpoint(moved, 2)[1] == moved / "checkpoints" / "step_00000002"
     recipe = (moved / "recipe.toml").read_text()
     (moved / "recipe.toml").write_text(recipe.replace(str(tiny_run.parents[1]), "/nowhere"))
     there = load_sampler(moved, device="cpu")
@@ -456,7 +453,7 @@ def studio(tiny_run: Path) -> SamplerLoader:
 
 def _preset(studio: SamplerLoader, **changes: Any) -> Preset:
     found = find_preset(studio.recipe, "demo")
-    return Preset(**{**vars(found), "prompts": found.prompts[:1], **changes})
+    return replace(found, prompts=found.prompts[:1], **changes)
 
 
 def _video(sampler: Sampler, preset: Preset) -> NDArray[np.uint8]:

@@ -1,5 +1,6 @@
 """Files of samples, their names, batches and contact sheets."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +129,8 @@ def test_a_sample_of_one_frame_is_an_image(sampler: Sampler, tmp_path: Path) -> 
 
 
 def _preset(sampler: Sampler, **changes: Any) -> Preset:
-    found = find_preset(sampler.recipe, "demo")
-    return Preset(**{**vars(found), "prompts": tuple(_PROMPTS), "batch_size": 2, **changes})
+    preset = find_preset(sampler.recipe, "demo")
+    return replace(preset, prompts=tuple(_PROMPTS), batch_size=2, **changes)
 
 
 def test_a_presets_videos_are_given_as_soon_as_they_are_written(
