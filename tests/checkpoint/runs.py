@@ -1,4 +1,4 @@
-"""A small state, and how it is saved."""
+"""A small state, how it is saved, what servers need of it, and how it is damaged."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from tests.build import ALONE
 
 from longtake.checkpoint.store import State, keep_saver
 from longtake.config import CheckpointSection
+from longtake.evaluation_dir import ServerDirectory
 from longtake.run_dir import RunDirectory
 
 
@@ -30,3 +31,20 @@ def save(
     with keep_saver(run, ALONE, section, start=begun, reach=reach) as saver:
         saver.save(step, make_parts(float(step)), {"global_step": step})
     return run.checkpoint_path(step)
+
+
+def need(run: RunDirectory, *steps: int, server: str = "server-1") -> Path:
+    """Write the heartbeat of an evaluation server that needs these steps alone."""
+    directory = ServerDirectory(run, server)
+    directory.write_heartbeat({"server": server, "time": "2026-01-01", "needs": list(steps)})
+    return directory.heartbeat_path
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

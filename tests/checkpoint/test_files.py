@@ -16,10 +16,9 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.checkpoint.runs import save
+from tests.checkpoint.runs import flip_a_bit, need, truncate
 
 from longtake.checkpoint import files
-from longtake.evaluation_dir import ServerDirectory
 from longtake.run_dir import RunDirectory
 
 
@@ -50,16 +49,6 @@ def test_nothing_is_wrong_with_what_was_committed(folder: Path) -> None:
     assert files.find_damage(folder, checksums=False) is None
 
 
-def _truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def _flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
 def _replace_by_a_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -69,8 +58,8 @@ def _replace_by_a_folder(path: Path) -> None:
     ("harm", "message"),
     [
         (Path.unlink, "model/__0_0.distcp is missing"),
-        (_truncate, "model/__0_0.distcp has 17,999 bytes, and had 18,000 when it was saved"),
-        (_flip_a_bit, r"model/__0_0.distcp has other bytes than were saved.*xxh3_64"),
+        (truncate, "model/__0_0.distcp has 17,999 bytes, and had 18,000 when it was saved"),
+        (flip_a_bit, r"model/__0_0.distcp has other bytes than were saved.*xxh3_64"),
         (_replace_by_a_folder, "model/__0_0.distcp is no regular file"),
     ],
 )
@@ -80,7 +69,7 @@ def test_damage_is_named(folder: Path, harm: Callable[[Path], None], message: st
     assert found is not None
     assert re.match(message, found)
     is_seen = files.find_damage(folder, checksums=False) is not None
-    assert is_seen == (harm is not _flip_a_bit)
+    assert is_seen == (harm is not flip_a_bit)
 
 
 _MIB = files.BLOCK_BYTES
@@ -146,13 +135,13 @@ def test_processes_verify_a_checkpoint_together(
     folder: Path, share: tuple[int, int], finds: bool
 ) -> None:
     """The second of three reads `model/.metadata`."""
-    _flip_a_bit(folder / "model" / ".metadata")
+    flip_a_bit(folder / "model" / ".metadata")
     found = files.find_damage(folder, checksums=True, share=share)
     assert (found is not None) == finds
 
 
 def test_other_parts_can_be_left_out_of_account(folder: Path) -> None:
-    _flip_a_bit(folder / "model" / "__0_0.distcp")
+    flip_a_bit(folder / "model" / "__0_0.distcp")
     assert files.find_damage(folder, checksums=True, within="ema/main/") is None
     assert files.find_damage(folder, checksums=True, within="model/") is not None
     found = files.find_damage(folder, checksums=False, within="ema/other/")
@@ -182,31 +171,10 @@ def test_a_commitment_that_says_nothing_is_damage(folder: Path, content: str) ->
     assert found.startswith("COMMITTED cannot be read: ")
 
 
-def test_without_a_commitment_there_is_no_checkpoint(folder: Path) -> None:
-    (folder / "COMMITTED").unlink()
-    found = files.find_damage(folder, checksums=False)
-    assert found == "it has no COMMITTED: its save was interrupted"
-
-
-def _need(run: RunDirectory, *steps: int, server: str = "server-1") -> Path:
-    directory = ServerDirectory(run, server)
-    directory.write_heartbeat({"server": server, "time": "2026-01-01", "needs": list(steps)})
-    return directory.heartbeat_path
-
-
-def test_a_needed_checkpoint_is_kept_until_it_is_not_needed(run: RunDirectory) -> None:
-    _need(run, 10)
-    save(run, 30, keep=1)
-    assert run.checkpoint_steps() == [10, 30]
-    _need(run)
-    save(run, 40, keep=1)
-    assert run.checkpoint_steps() == [40]
-
-
 def test_a_heartbeat_counts_until_it_is_15_minutes_older_than_the_newest_checkpoint(
     run: RunDirectory,
 ) -> None:
-    stale, fresh = _need(run, 10), _need(run, 20, server="server-2")
+    stale, fresh = need(run, 10), need(run, 20, server="server-2")
     newest = (run.checkpoint_path(20) / "COMMITTED").stat().st_mtime
     os.utime(stale, (newest - 901,) * 2)
     os.utime(fresh, (newest - 899,) * 2)
@@ -217,16 +185,10 @@ def test_a_heartbeat_counts_until_it_is_15_minutes_older_than_the_newest_checkpo
     "text", ["", "[]", "{", '{"server": "a", "time": "2026", "needs": ["10"]}', '{"needs": 10}']
 )
 def test_a_heartbeat_that_cannot_be_read_needs_nothing(run: RunDirectory, text: str) -> None:
-    _need(run, 10, server="whole")
-    _need(run, 20).write_text(text)
+    need(run, 10, server="whole")
+    need(run, 20).write_text(text)
     (run.path / "evaluations" / "servers" / "a file").write_text("")
     assert files.needed_steps(run) == {10}
-
-
-def test_a_run_that_goes_back_waits_for_no_server(run: RunDirectory) -> None:
-    _need(run, 20)
-    files.delete_after(run, 10)
-    assert run.checkpoint_steps() == [10]
 
 
 def test_a_checkpoint_that_is_needed_while_it_is_taken_away_comes_back(
@@ -237,7 +199,7 @@ def test_a_checkpoint_that_is_needed_while_it_is_taken_away_comes_back(
 
     def interrupted(path: Path) -> Path:
         hidden = real(path)
-        _need(run, 10)
+        need(run, 10)
         return hidden
 
     monkeypatch.setattr(files, "hide", interrupted)
@@ -264,7 +226,7 @@ def test_a_server_that_needs_first_and_looks_then_never_reads_what_is_deleted(
     thread.start()
     start.wait()
     thread.join() if microseconds is None else time.sleep(microseconds / 1e6)
-    _need(run, 20)
+    need(run, 20)
     is_there = (checkpoint / "COMMITTED").exists()
     thread.join()
     if is_there:
@@ -276,7 +238,7 @@ def test_a_server_that_needs_first_and_looks_then_never_reads_what_is_deleted(
 
 def test_a_checkpoint_that_is_gone_already_counts_as_deleted(run: RunDirectory) -> None:
     assert files.delete_unless_needed(run, 15)
-    _need(run, 20)
+    need(run, 20)
     assert not files.delete_unless_needed(run, 20)
     assert run.checkpoint_steps() == [10, 20]
 
