@@ -22,11 +22,10 @@ _ANY = st.floats(width=64)
 _LEVELS = st.floats(-3, 3)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_a_healthy_run_has_no_verdict(seed: int) -> None:
-    verdicts = judged(healthy(2000, seed))
-    assert [verdict for verdict in verdicts if verdict != OK] == []
-    assert len(verdicts) == 2000
+@pytest.mark.parametrize(("seed", "noise"), [(0, 0.06), (1, 0.06), (2, 0.06), (0, 0.5)])
+def test_a_healthy_run_has_no_verdict(seed: int, noise: float) -> None:
+    """A loss that jumps by half from step to step is no spike where it always does."""
+    assert judged(healthy(2000, seed, noise=noise)) == [OK] * 2000
 
 
 def _updates(step: StepStatistics, size: float, rate: float | None = None) -> StepStatistics:
@@ -119,11 +118,6 @@ def test_what_healthy_runs_do_has_no_verdict(case: str) -> None:
     assert set(judged(steps)) == {OK}
     if case == "a fast start":
         assert set(judged(steps, _SMALL)) == {OK}
-
-
-def test_a_noisy_run_has_no_verdict() -> None:
-    """A loss that jumps by half from step to step is no spike where it always does."""
-    assert set(judged(healthy(2000, noise=0.5))) == {OK}
 
 
 def test_a_reported_rollback_is_a_new_beginning() -> None:
@@ -264,12 +258,8 @@ def test_max_skips_non_finite_steps_are_skipped_and_the_next_rolls_back() -> Non
     verdicts = judged(steps)
     assert (len(verdicts), verdicts[-1].kind, verdicts[-1].began) == (31, "roll_back", 20)
     assert verdicts[-1].reason == "non_finite"
-
-
-def test_with_max_skips_0_the_first_rolls_back() -> None:
-    steps = healthy(40)
-    steps[20] = replace(steps[20], loss=math.nan)
-    assert judged(steps, GuardSettings(max_skips=0))[-1].kind == "roll_back"
+    last = judged(steps, GuardSettings(max_skips=0))[-1]
+    assert (last.kind, last.began) == ("roll_back", 20)
 
 
 def test_non_finite_weights_roll_back_at_once() -> None:
@@ -308,13 +298,6 @@ def test_five_more_at_an_epochs_end_are_found_at_once(late: int) -> None:
     assert "within 1 step, in which it usually changes by +0.02" in last.message
 
 
-def test_a_jump_in_the_middle_of_an_epoch_names_no_edge() -> None:
-    verdicts = judged(_heavier(healthy(1500), 777, 5.0))
-    last = verdicts[-1]
-    assert (len(verdicts) - 1, last.kind, last.reason) == (777, "roll_back", "weight_step")
-    assert "epoch" not in last.message
-
-
 @pytest.mark.parametrize("over", [3, 10])
 def test_a_jump_may_take_a_few_steps(over: int) -> None:
     verdicts = judged(_heavier(healthy(1500), _EPOCH, 5.0, over))
@@ -323,10 +306,12 @@ def test_a_jump_may_take_a_few_steps(over: int) -> None:
     assert verdicts[-1].began < _EPOCH
 
 
-@pytest.mark.parametrize("by", [-5.0, -600.0, 45.0, 1e9])
-def test_jumps_of_any_size_and_sign_are_found(by: float) -> None:
+@pytest.mark.parametrize("by", [5.0, -5.0, -600.0, 45.0, 1e9])
+def test_jumps_of_any_size_and_sign_are_found_and_name_no_edge_that_is_far(by: float) -> None:
     verdicts = judged(_heavier(healthy(1500), 777, by))
-    assert (len(verdicts) - 1, verdicts[-1].reason) == (777, "weight_step")
+    last = verdicts[-1]
+    assert (len(verdicts) - 1, last.kind, last.reason) == (777, "roll_back", "weight_step")
+    assert "epoch" not in last.message
 
 
 def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up() -> None:
@@ -339,16 +324,6 @@ def test_a_jump_where_a_stage_begins_is_found_without_a_warm_up() -> None:
     last = judged(_heavier(steps, 700, 5.0))[-1]
     assert (last.reason, last.began) == ("edge_step", 699)
     assert last.message.endswith(", where stage hard begins.")
-
-
-def test_short_epochs_do_not_make_every_jump_an_edges() -> None:
-    """In an epoch of 16 steps, a step in its middle is not shortly after its edge."""
-    steps = [
-        replace(step, edge=f"epoch {step.step // 16} begins" if step.step % 16 == 0 else None)
-        for step in healthy(300)
-    ]
-    assert judged(_heavier(steps, 200, 5.0))[-1].reason == "weight_step"
-    assert judged(_heavier(steps, 209, 5.0))[-1].reason == "edge_step"
 
 
 def test_updates_that_have_grown_are_the_reason_rather_than_the_place() -> None:
@@ -425,23 +400,25 @@ def _with_epochs(steps: list[StepStatistics], length: int) -> list[StepStatistic
     ]
 
 
+def test_short_epochs_do_not_make_every_jump_an_edges() -> None:
+    """In an epoch of 16 steps, a step in its middle is not shortly after its edge."""
+    steps = _with_epochs(healthy(300), 16)
+    assert judged(_heavier(steps, 200, 5.0))[-1].reason == "weight_step"
+    assert judged(_heavier(steps, 209, 5.0))[-1].reason == "edge_step"
+
+
 @pytest.mark.parametrize("length", [12, 40, 100])
 def test_a_small_change_at_each_epochs_end_is_found_at_the_fifth(length: int) -> None:
     """Half a thousandth of the norm is too small for a jump, and no step but the edges has it."""
     steps = _with_epochs(healthy(12 * length), length)
     assert set(judged(steps)) == {OK}
-    first = 6 * length
     grown = [
         replace(step, weight_norm=step.weight_norm * 1.0005 ** max(0, step.step // length - 5))
         for step in steps
     ]
     verdicts = judged(grown)
     last = verdicts[-1]
-    assert (last.kind, last.reason, last.began) == (
-        "roll_back",
-        "edge_step",
-        first + 4 * length - 1,
-    )
+    assert (last.kind, last.reason, last.began) == ("roll_back", "edge_step", 10 * length - 1)
     assert last.message.endswith("where epoch 10 of stage all begins.")
 
 
@@ -771,31 +748,26 @@ def test_skips_that_are_far_apart_do_not_add_up() -> None:
     assert "roll_back" not in kinds
 
 
-def test_a_state_that_only_spikes_is_not_trusted() -> None:
-    """Without an ordinary step since the first spike, the update before it may be the cause."""
+@pytest.mark.parametrize(
+    ("factor", "began", "most_steps"),
+    [
+        # Without an ordinary step since the first spike, the update before it may be the cause.
+        pytest.param(lambda step: 10.0, (299, 299), 304, id="spikes only"),
+        # Steps between them that are no spikes but not ordinary do not prove the state good.
+        pytest.param(lambda step: 4.0 if step % 3 else 1.7, (299, 299), 310, id="now and then"),
+        # 10 % more in each step is a spike some steps later; the state was bad before that.
+        pytest.param(lambda step: 1.1 ** (step - 299), (290, 303), 318, id="runs away"),
+    ],
+)
+def test_a_state_that_spikes_without_an_ordinary_step_is_not_trusted(
+    factor: Callable[[int], float], began: tuple[int, int], most_steps: int
+) -> None:
     steps = healthy(400)
-    steps[300:] = [louder(step, 10.0) for step in steps[300:]]
-    verdicts = judged(steps)
-    assert (len(verdicts), verdicts[-1].kind, verdicts[-1].began) == (304, "roll_back", 299)
-
-
-def test_a_state_that_spikes_now_and_then_is_not_trusted_either() -> None:
-    """Steps between them that are no spikes but not ordinary do not prove the state good."""
-    steps = healthy(400)
-    steps[300:] = [louder(step, 4.0 if step.step % 3 else 1.7) for step in steps[300:]]
-    verdicts = judged(steps)
-    assert (verdicts[-1].kind, verdicts[-1].began) == ("roll_back", 299)
-    assert len(verdicts) <= 310
-
-
-def test_a_loss_that_runs_away_is_traced_to_where_it_began() -> None:
-    """10 % more in each step is a spike some steps later; the state was bad before that."""
-    steps = healthy(400)
-    steps[300:] = [louder(step, 1.1 ** (step.step - 299)) for step in steps[300:]]
+    steps[300:] = [louder(step, factor(step.step)) for step in steps[300:]]
     verdicts = judged(steps)
     assert verdicts[-1].kind == "roll_back"
-    assert 290 <= verdicts[-1].began <= 303
-    assert len(verdicts) <= 318
+    assert began[0] <= verdicts[-1].began <= began[1]
+    assert len(verdicts) <= most_steps
 
 
 @settings(max_examples=40, deadline=None)

@@ -16,10 +16,6 @@ _SECTION = GuardSettings()
 _STEPS = [100, 200, 300]
 
 
-def _verdict(began: int, reason: VerdictReason = "divergence") -> GuardVerdict:
-    return GuardVerdict("roll_back", reason, "It went wrong.", began)
-
-
 def _before(from_step: int, reason: str = "divergence") -> RolledBack:
     return RolledBack(
         time="",
@@ -32,57 +28,53 @@ def _before(from_step: int, reason: str = "divergence") -> RolledBack:
 
 
 def _plan(
-    steps: list[StepStatistics],
-    history: History,
     began: int,
     previous: list[RolledBack] | None = None,
     *,
+    steps: list[StepStatistics] | None = None,
+    history: History | None = None,
     reason: VerdictReason = "divergence",
     section: GuardSettings = _SECTION,
     checkpoints: list[int] = _STEPS,
 ) -> RollBack | str:
-    verdict = _verdict(began, reason)
+    """Plan what a rollback from the last of some steps does; by default of 311 healthy ones."""
+    steps = healthy(311) if steps is None else steps
+    history = history_of(steps[-311:-1]) if history is None else history
+    verdict = GuardVerdict("roll_back", reason, "It went wrong.", began)
     return plan_rollback(verdict, history, steps[-1], checkpoints, previous or [], section)
 
 
 def test_it_restores_a_checkpoint_from_before_the_divergence() -> None:
-    steps = healthy(311)
-    assert _plan(steps, history_of(steps[:-1]), 290) == RollBack(200, (282, 319))
+    assert _plan(290) == RollBack(200, (282, 319))
 
 
 def test_a_checkpoint_of_the_step_where_it_began_is_good() -> None:
     """It holds what that step began with; no batch is skipped that it has already trained."""
-    steps = healthy(311)
-    assert _plan(steps, history_of(steps[:-1]), 300) == RollBack(300, (300, 319))
+    assert _plan(300) == RollBack(300, (300, 319))
 
 
 def test_unlike_replicas_skip_no_batch() -> None:
-    steps = healthy(311)
-    found = _plan(steps, history_of(steps[:-1]), steps[-1].step, reason="replicas")
-    assert found == RollBack(300, (steps[-1].batch, steps[-1].batch))
+    assert _plan(310, reason="replicas") == RollBack(300, (310, 310))
 
 
-def test_a_history_may_contain_the_step_itself() -> None:
-    steps = healthy(311)
-    assert _plan(steps, history_of(steps), 290) == RollBack(200, (282, 319))
+def test_a_history_may_contain_the_step_itself_or_nothing() -> None:
+    """What is not remembered is counted back."""
+    for history in (history_of(healthy(311)), History(128)):
+        assert _plan(290, history=history) == RollBack(200, (282, 319))
 
 
 def test_batches_are_counted_apart_from_steps() -> None:
     """After 40 batches were skipped from batch 150 on, a step's batch is 40 further."""
     steps = [replace(s, batch=s.step + 40 * (s.step >= 150)) for s in healthy(311)]
-    assert _plan(steps, history_of(steps[:-1]), 290) == RollBack(200, (322, 359))
-    assert _plan(steps, history_of(steps[:-1]), 155, checkpoints=[150]) == RollBack(150, (190, 359))
-
-
-def test_what_is_not_remembered_is_counted_back() -> None:
-    steps = healthy(311)
-    assert _plan(steps, History(128), 290) == RollBack(200, (282, 319))
+    history = history_of(steps[:-1])
+    assert _plan(290, steps=steps, history=history) == RollBack(200, (322, 359))
+    found = _plan(155, steps=steps, history=history, checkpoints=[150])
+    assert found == RollBack(150, (190, 359))
 
 
 @pytest.mark.parametrize("checkpoints", [[], [300]])
 def test_without_a_checkpoint_from_before_it_says_so(checkpoints: list[int]) -> None:
-    steps = healthy(311)
-    said = _plan(steps, history_of(steps[:-1]), 290, checkpoints=checkpoints)
+    said = _plan(290, checkpoints=checkpoints)
     assert isinstance(said, str)
     assert said.startswith("The divergence began after step 290, and there is no checkpoint")
     assert ("300" if checkpoints else "none at all") in said
@@ -90,50 +82,41 @@ def test_without_a_checkpoint_from_before_it_says_so(checkpoints: list[int]) -> 
 
 
 def test_it_gives_up_after_some_rollbacks_without_progress() -> None:
-    steps = healthy(311)
-    history = history_of(steps[:-1])
-    two, three = [_before(305), _before(308)], [_before(305), _before(308), _before(300)]
-    assert isinstance(_plan(steps, history, 290, two), RollBack)
-    said = _plan(steps, history, 290, three)
+    two = [_before(305), _before(308)]
+    assert isinstance(_plan(290, two), RollBack)
+    said = _plan(290, [*two, _before(300)])
     assert isinstance(said, str)
     assert "It has rolled back 3 times without progress" in said
     assert "from step 308 to 258 (divergence)" in said
 
 
-def test_progress_is_counted_from_the_furthest_step_that_was_given_up() -> None:
-    steps = healthy(1001)
-    history = history_of(steps[-301:-1])
-    there = [800, 900]
-    reached = [_before(480), _before(500), _before(490)]
-    assert isinstance(_plan(steps, history, 990, reached, checkpoints=there), RollBack)
-    missed = [_before(480), _before(501), _before(490)]
-    assert isinstance(_plan(steps, history, 990, missed, checkpoints=there), str)
-
-
-def test_progress_in_between_forgives_what_was_before() -> None:
-    steps = healthy(1001)
-    history = history_of(steps[-301:-1])
-    long_run = [_before(100), _before(110), _before(120), _before(700), _before(710)]
-    assert isinstance(_plan(steps, history, 990, long_run, checkpoints=[900]), RollBack)
-    assert isinstance(_plan(steps, history, 990, [*long_run, _before(720)], checkpoints=[900]), str)
+@pytest.mark.parametrize(
+    ("before", "gives_up"),
+    [
+        pytest.param([480, 500, 490], False, id="counted from the furthest step given up"),
+        pytest.param([480, 501, 490], True, id="which is less than 500 steps ago"),
+        pytest.param([100, 110, 120, 700, 710], False, id="progress forgives what was before"),
+        pytest.param([100, 110, 120, 700, 710, 720], True, id="but not what was after"),
+    ],
+)
+def test_progress_in_between_is_counted(before: list[int], gives_up: bool) -> None:
+    said = _plan(990, [_before(at) for at in before], steps=healthy(1001), checkpoints=[800, 900])
+    assert isinstance(said, str) == gives_up
 
 
 def test_the_same_at_every_edge_is_no_progress() -> None:
     """However long epochs are: what goes wrong at their ends goes wrong at the next one."""
-    steps = healthy(1001)
-    history = history_of(steps[-301:-1])
     edges = [_before(at, "edge_step") for at in (10, 340, 670)]
-    section = GuardSettings(progress_steps=100)
-    said = _plan(steps, history, 990, edges, reason="edge_step", section=section, checkpoints=[900])
+    section, steps = GuardSettings(progress_steps=100), healthy(1001)
+    said = _plan(990, edges, steps=steps, reason="edge_step", section=section, checkpoints=[900])
     assert isinstance(said, str)
     assert "at every edge" in said
-    other = _plan(steps, history, 990, edges, section=section, checkpoints=[900])
+    other = _plan(990, edges, steps=steps, section=section, checkpoints=[900])
     assert isinstance(other, RollBack)
 
 
 def test_max_rollbacks_0_stops_at_the_first_rollback() -> None:
-    steps = healthy(311)
-    said = _plan(steps, history_of(steps[:-1]), 290, section=GuardSettings(max_rollbacks=0))
+    said = _plan(290, section=GuardSettings(max_rollbacks=0))
     assert isinstance(said, str)
     assert "guard.max_rollbacks" in said
 
@@ -148,9 +131,8 @@ def test_a_plan_is_always_sound(began: int, checkpoints: list[int], margin: int)
 
     It skips no batch that the checkpoint has trained.
     """
-    steps = healthy(311)
     section = GuardSettings(margin_batches=margin)
-    plan = _plan(steps, History(128), began, checkpoints=checkpoints, section=section)
+    plan = _plan(began, history=History(128), checkpoints=checkpoints, section=section)
     if isinstance(plan, str):
         assert not [step for step in checkpoints if step <= began]
         return
