@@ -1,35 +1,35 @@
 """What the oracle promises: it reads real clips, and says nothing about what is none."""
 
 import json
-from pathlib import Path
 
-import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from tests.demo.decoding import decode
 
 from longtake.demo.oracle import Reading, read, shows
 from longtake.demo.shapes import COLOURS, DIRECTIONS, SHAPES, parse_caption, render, write_clips
 from longtake.errors import DataError
 from longtake.evaluation.extra_measures import load_extras, measure_extra
 
+Clips = list[tuple[NDArray[np.uint8], str]]
 _NOTHING = Reading(None, None, None)
 
 
 @pytest.fixture(scope="module")
-def clips(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[NDArray[np.uint8], str]]:
+def clips(tmp_path_factory: pytest.TempPathFactory) -> Clips:
     """Return 336 clips, two of each training caption, as read back from their files."""
     listing = write_clips(tmp_path_factory.mktemp("clips"), num_clips=336, seed=11)
     entries = [json.loads(line) for line in listing.read_text().splitlines()]
-    return [(_decode(listing.parent / entry["video"]), entry["caption"]) for entry in entries]
+    return [(decode(listing.parent / entry["video"])[0], entry["caption"]) for entry in entries]
 
 
-def test_real_clips_are_read_as_captioned(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
+def test_real_clips_are_read_as_captioned(clips: Clips) -> None:
     """All of them, blue squares too: H.264 keeps the corners that tell a square from a circle."""
     assert [caption for video, caption in clips if not shows(video, caption)] == []
 
 
-def test_a_wrong_caption_is_never_adhered_to(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
+def test_a_wrong_caption_is_never_adhered_to(clips: Clips) -> None:
     """Given each other's captions, no clip counts as right unless the captions are equal."""
     videos, captions = zip(*clips[:168], strict=True)
     assert len(set(captions)) == 168
@@ -37,9 +37,7 @@ def test_a_wrong_caption_is_never_adhered_to(clips: list[tuple[NDArray[np.uint8]
     assert not any(shows(video, caption) for video, caption in zip(videos, others, strict=True))
 
 
-def test_a_clip_played_backwards_reads_as_the_opposite_direction(
-    clips: list[tuple[NDArray[np.uint8], str]],
-) -> None:
+def test_a_clip_played_backwards_reads_as_the_opposite_direction(clips: Clips) -> None:
     """The direction comes from the order of the frames and from nothing else."""
     opposite = {"up": "down", "down": "up", "left": "right", "right": "left"}
     for frames, _ in clips[:100]:
@@ -49,16 +47,14 @@ def test_a_clip_played_backwards_reads_as_the_opposite_direction(
         assert backwards == Reading(forwards.shape, forwards.colour, turned)
 
 
-def test_a_clip_that_stands_still_has_no_direction(
-    clips: list[tuple[NDArray[np.uint8], str]],
-) -> None:
+def test_a_clip_that_stands_still_has_no_direction(clips: Clips) -> None:
     for frames, caption in clips[:100]:
         reading = read(np.repeat(frames[3:4], 8, axis=0))
         assert reading.direction is None
         assert reading.colour == parse_caption(caption).colour
 
 
-def test_shuffled_frames_have_no_direction(clips: list[tuple[NDArray[np.uint8], str]]) -> None:
+def test_shuffled_frames_have_no_direction(clips: Clips) -> None:
     order = [3, 0, 6, 1, 7, 4, 2, 5]
     assert all(read(frames[order]).direction is None for frames, _ in clips[:100])
 
@@ -126,12 +122,6 @@ def test_a_foreign_caption_is_an_error() -> None:
     frames = render("circle", "green", "up", np.random.default_rng(2))
     with pytest.raises(DataError, match="not of the shapes world"):
         shows(frames, "a cat")
-
-
-def _decode(path: Path) -> NDArray[np.uint8]:
-    with av.open(path) as container:
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
-    return np.stack(frames).astype(np.uint8)
 
 
 def test_a_preset_of_the_demo_can_name_it_and_its_mean_is_a_share() -> None:

@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +16,7 @@ import av
 import pytest
 from PIL import Image
 from rich.console import Console
+from tests.build import wait_until
 
 from longtake import config
 from longtake.config import Recipe
@@ -66,6 +66,13 @@ def finished(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     summary = _demo(out)
     assert summary == json.loads((out / "summary.json").read_text())
     return out
+
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    """A folder for another run, with the clips of the finished one: its training begins soon."""
+    shutil.copytree(finished / "data", tmp_path / "run" / "data")
+    return tmp_path / "run"
 
 
 def _demo(out: Path, **settings: Any) -> Any:
@@ -149,10 +156,8 @@ def test_steps_and_minutes_together_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_minutes_become_steps_by_a_short_measurement(
-    finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(finished / "data", out / "data")
     monkeypatch.setattr(demo, "_PACE_STEPS", 8)
     monkeypatch.setattr(demo, "_PACE_WARM_UP", 4)
     summary = _demo(out, steps=None, minutes=0.03)
@@ -162,10 +167,8 @@ def test_minutes_become_steps_by_a_short_measurement(
 
 
 def test_a_demo_stopped_while_measuring_ends_without_a_run(
-    finished: Path, small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    out: Path, small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    out = tmp_path / "run"
-    shutil.copytree(finished / "data", out / "data")
     monkeypatch.setattr(demo, "_PACE_STEPS", 1000)
     wait = f"import os, signal, time, pathlib; seen = pathlib.Path({str(out / 'pace')!r})\n"
     wait += "while not (seen / 'metrics.jsonl').is_file(): time.sleep(0.02)\n"
@@ -181,16 +184,10 @@ def test_a_demo_stopped_while_measuring_ends_without_a_run(
 
 @pytest.mark.slow
 def test_each_checkpoint_is_sampled_beside_the_training(
-    finished: Path,
-    small: None,
-    start_warm: Callable[..., Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    out: Path, small: None, start_warm: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "start", start_warm)
     monkeypatch.setattr(demo, "NUM_CHECKPOINTS", 2)
-    out = tmp_path / "run"
-    shutil.copytree(finished / "data", out / "data")
     assert _demo(out, steps=8, evaluate=True) is not None
     results = EvaluationDirectory(RunDirectory(out)).all_scores("demo")
     assert [scores["step"] for scores in results] == [4, 8]
@@ -202,20 +199,17 @@ def test_each_checkpoint_is_sampled_beside_the_training(
 
 @pytest.mark.slow
 def test_an_interrupted_demo_goes_on_where_it_was(
-    finished: Path, warm: list[str], tmp_path: Path
+    out: Path, warm: list[str], tmp_path: Path
 ) -> None:
     """Ctrl-C saves and exits with 130; the same command finishes it."""
-    out, program = tmp_path / "run", tmp_path / "small_demo.py"
-    shutil.copytree(finished / "data", out / "data")  # so that the training begins soon
+    program = tmp_path / "small_demo.py"
     program.write_text(_PROGRAM)
     options = ["--no-evaluate", "--steps", "60", "--out", str(out), "--json"]
     command = [*warm, "1", str(program), "demo", *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     run = RunDirectory(out)
-    deadline = time.monotonic() + 300
-    while len(run.metrics()) < 3 and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
+    wait_until(lambda: len(run.metrics()) >= 3 or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=300)
     assert (process.returncode, stdout) == (130, "")
@@ -232,12 +226,11 @@ def test_an_interrupted_demo_goes_on_where_it_was(
 def test_another_seed_after_a_stop_before_training_has_its_own_clips(
     small: None, tmp_path: Path
 ) -> None:
-    out = tmp_path / "run"
-    console = Console(quiet=True)
-    demo.make_catalog(RunDirectory(out), 0, console)
-    first = (out / "data" / "catalog.parquet").read_bytes()
-    demo.make_catalog(RunDirectory(out), 1, console)
-    assert (out / "data" / "catalog.parquet").read_bytes() != first
+    run, catalog = RunDirectory(tmp_path), tmp_path / "data" / "catalog.parquet"
+    demo.make_catalog(run, 0, Console(quiet=True))
+    first = catalog.read_bytes()
+    demo.make_catalog(run, 1, Console(quiet=True))
+    assert catalog.read_bytes() != first
 
 
 def test_the_recipe_is_short() -> None:

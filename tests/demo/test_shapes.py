@@ -4,9 +4,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
-import av
 import numpy as np
 import pytest
+from tests.demo.decoding import decode
 
 from longtake.demo.shapes import (
     COLOURS,
@@ -84,7 +84,7 @@ def test_written_clips_are_what_was_rendered(tmp_path: Path) -> None:
     entries = [json.loads(line) for line in lines]
     assert len(entries) == 6
     for index, entry in enumerate(entries):
-        frames, fps = _decode(tmp_path / "clips" / entry["video"])
+        frames, fps = decode(tmp_path / "clips" / entry["video"])
         wanted = parse_caption(entry["caption"])
         rng = np.random.default_rng([5, index])
         drawn = render(wanted.shape, wanted.colour, wanted.direction, rng)
@@ -139,11 +139,3 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(DataError, match="taken"):
         write_clips(tmp_path / "taken", num_clips=1, seed=0)
-
-
-def _decode(path: Path) -> tuple[np.ndarray[tuple[int, ...], np.dtype[np.uint8]], float]:
-    with av.open(path) as container:
-        stream = container.streams.video[0]
-        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
-        assert stream.average_rate is not None
-        return np.stack(frames).astype(np.uint8), float(stream.average_rate)
