@@ -2,9 +2,11 @@
 
 import itertools
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +19,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from longtake import config, stacks
 from longtake.config import Recipe
 from longtake.metrics import Metrics
+from longtake.models.components import Components
+from longtake.models.numerics import Precision
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import StreamedBlocks
 from longtake.parallel.mesh import World
@@ -25,9 +29,37 @@ from longtake.planner.profiler import MeasuredMemory, measured
 from longtake.planner.record import BlockOption
 from longtake.planner.trace import Subject
 from longtake.run_dir import RunDirectory
+from longtake.training.session import Session
 
 MakeRecipe = Callable[..., Recipe]
 """Of the fixture `small_recipe`, and others: overrides of a recipe give that recipe."""
+
+
+@dataclass(frozen=True)
+class Recipes:
+    """Recipes of runs of a second: `small_recipe("training.steps=8", name="plain")`.
+
+    Attributes:
+        path: the recipe that is changed; runs are made in its folder.
+        catalog: its clips.
+    """
+
+    path: Path
+    catalog: Path
+
+    def __call__(self, *changes: str, name: str = "run") -> Recipe:
+        out = self.path.with_name(name)
+        return config.load(self.path, (f"out={out}", f"data.catalog={self.catalog}", *changes))
+
+    def trained(self, *changes: str, name: str = "run") -> Recipe:
+        """Make a recipe and train it to its end, without a word."""
+        from longtake.training.train import train
+
+        recipe = self(*changes, name=name)
+        train(recipe, QUIET)
+        return recipe
+
+
 QUIET = Console(quiet=True)
 ALONE = World(0, 0, 1, torch.device("cpu"), None)
 TINY_T5 = (
@@ -169,6 +201,29 @@ def make_row(step: int, loss: float | None = 0.5, **changes: Any) -> Metrics:
     return cast("Metrics", row)
 
 
+def forget_after(recipe: Recipe, step: int) -> None:
+    """Delete the checkpoints after a step, as if the run had been killed before it saved them."""
+    run = RunDirectory(recipe.out)
+    for later in run.checkpoint_steps():
+        if later > step:
+            shutil.rmtree(run.checkpoint_path(later))
+
+
+def quiet_session(recipe: Recipe, world: World = ALONE, precision: Precision = "fp32") -> Session:
+    """What all steps of a training share; it prints nothing."""
+    return Session(recipe, RunDirectory(recipe.out), world, QUIET, precision)
+
+
+def copy_clips(catalog: Path, folder: Path) -> Path:
+    """Copy a catalog's captioned clips, for a test that damages some; returns a catalog of them."""
+    from longtake.data.index import index
+
+    shutil.copytree(catalog.parent, folder)
+    clips, out = folder / "clips", folder / "catalog.parquet"
+    index([clips], captions=clips / "captions.jsonl", out=out, workers=0)
+    return out
+
+
 def losses(recipe: Recipe) -> list[float]:
     """The loss of every step that metrics.jsonl has."""
     return RunDirectory(recipe.out).losses()
@@ -186,6 +241,16 @@ def saved(recipe: Recipe, step: int, name: str) -> dict[str, Any]:
     dcp_to_torch_save(RunDirectory(recipe.out).checkpoint_path(step) / name, file)
     loaded: dict[str, Any] = torch.load(file, weights_only=False)
     return loaded
+
+
+def all_saved(recipe: Recipe, step: int) -> dict[str, dict[str, Any]]:
+    """The tensors of all parts of a checkpoint."""
+    return {name: saved(recipe, step, name) for name in ("model", "ema/main", "optimizer")}
+
+
+def assert_saved_alike(one: Recipe, other: Recipe, step: int) -> None:
+    """Two runs have bitwise the same checkpoint of a step."""
+    torch.testing.assert_close(all_saved(one, step), all_saved(other, step), rtol=0, atol=0)
 
 
 def cache_entries(folder: Path) -> dict[tuple[str, str], bytes]:
@@ -212,6 +277,12 @@ def cache_entries(folder: Path) -> dict[tuple[str, str], bytes]:
 def events(recipe: Recipe, kind: str) -> list[dict[str, Any]]:
     """The run's events of a kind."""
     return [each for each in RunDirectory(recipe.out).events() if each["event"] == kind]
+
+
+def block_names(parts: Components) -> list[str]:
+    """Names of a model's blocks, in the order of the forward pass."""
+    names = {module: name for name, module in parts.model.named_modules()}
+    return [names[block] for block in parts.family.blocks(parts.model)]
 
 
 def hold_weights(

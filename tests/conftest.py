@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import pytest
 from rich.console import Console
@@ -32,6 +32,9 @@ from longtake.demo.shapes import write_clips
 from longtake.fsio import now, write_json
 from longtake.monitor import dumps
 from longtake.run_dir import RunDirectory
+
+if TYPE_CHECKING:
+    from tests.build import Recipes
 
 # Collecting imports and makes millions of objects that stay: none is garbage.
 gc.disable()
@@ -163,23 +166,21 @@ def add_scores() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="module")
-def small_recipe_in(shapes_catalog: Path) -> Callable[[Path], Callable[..., Recipe]]:
+def small_recipe_in(shapes_catalog: Path) -> "Callable[[Path], Recipes]":
     """Makes what `small_recipe` is, for a folder: for runs that several tests look at."""
+    from tests.build import Recipes
 
-    def make(folder: Path) -> Callable[..., Recipe]:
+    def make(folder: Path) -> Recipes:
         path = folder / "small.toml"
         path.write_text(_SMALL_RECIPE)
-        always = (f"out={folder / 'run'}", f"data.catalog={shapes_catalog}")
-        return lambda *changes: config.load(path, (*always, *changes))
+        return Recipes(path, shapes_catalog)
 
     return make
 
 
 @pytest.fixture
-def small_recipe(
-    small_recipe_in: Callable[[Path], Callable[..., Recipe]], tmp_path: Path
-) -> Callable[..., Recipe]:
-    """Makes recipes of a run of a second: `small_recipe("training.steps=8")`, in tmp_path/run."""
+def small_recipe(small_recipe_in: "Callable[[Path], Recipes]", tmp_path: Path) -> "Recipes":
+    """Recipes of runs of a second, in tmp_path: see `Recipes`."""
     return small_recipe_in(tmp_path)
 
 

@@ -91,17 +91,18 @@ def test_checksums_do_not_depend_on_how_a_file_was_written(sizes: list[int]) -> 
     assert file.entry()["xxh3_64"] == "".join(map(xxhash.xxh3_64_hexdigest, blocks))
 
 
+_Large = tuple[bytes, files.FileEntry]
+
+
 @pytest.fixture
-def large(tmp_path: Path) -> tuple[bytes, files.FileEntry]:
+def large(tmp_path: Path) -> _Large:
     """The content of `tmp_path / "large"`, of three blocks and a half, and its entry."""
     content = np.random.default_rng(1).bytes(7 * _MIB // 2)
     (tmp_path / "large").write_bytes(content)
     return content, files.describe_files(tmp_path, ["large"])["large"]
 
 
-def test_what_is_read_is_what_was_saved(
-    tmp_path: Path, large: tuple[bytes, files.FileEntry]
-) -> None:
+def test_what_is_read_is_what_was_saved(tmp_path: Path, large: _Large) -> None:
     content, entry = large
     draw = np.random.default_rng(2)
     with files.VerifiedFile(tmp_path, "large", entry) as file:
@@ -116,7 +117,7 @@ def test_what_is_read_is_what_was_saved(
 
 
 def test_a_reader_of_a_part_of_a_file_finds_the_damage_of_that_part_alone(
-    tmp_path: Path, large: tuple[bytes, files.FileEntry]
+    tmp_path: Path, large: _Large
 ) -> None:
     content, entry = large
     (tmp_path / "large").write_bytes(content[: _MIB + 3] + b"?" + content[_MIB + 4 :])

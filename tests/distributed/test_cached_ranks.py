@@ -8,11 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import QUIET, TINY_WAN, MakeRecipe, cache_entries, events, rows, saved
+from tests.build import (
+    QUIET,
+    TINY_WAN,
+    Recipes,
+    assert_saved_alike,
+    cache_entries,
+    copy_clips,
+    events,
+    rows,
+)
 
 from longtake import config
 from longtake.config import Recipe
-from longtake.data.index import index
 from longtake.process import num_cores
 from longtake.training.latent_cache import cache_ahead
 
@@ -42,19 +50,13 @@ def run_verb(run_on_ranks: Callable[..., str], tmp_path: Path) -> Callable[..., 
 
 @pytest.mark.slow
 def test_two_ranks_train_from_a_cache_as_from_pixels(
-    small_recipe: MakeRecipe,
+    small_recipe: Recipes,
     run_verb: Callable[..., dict[str, Any]],
     shapes_catalog: Path,
     tmp_path: Path,
 ) -> None:
-    clips = tmp_path / "clips"
-    clips.mkdir()
-    for clip in (shapes_catalog.parent / "clips").iterdir():
-        (clips / clip.name).write_bytes(clip.read_bytes())
-
-    catalog = tmp_path / "catalog.parquet"
-    index([clips], captions=clips / "captions.jsonl", out=catalog, workers=0)
-    damaged = sorted(clips.glob("*.mp4"))[7]
+    catalog = copy_clips(shapes_catalog, tmp_path / "shapes")
+    damaged = sorted((catalog.parent / "clips").glob("*.mp4"))[7]
     damaged.write_bytes(damaged.read_bytes()[:300])
     changes = (
         *_WAN,
@@ -62,31 +64,24 @@ def test_two_ranks_train_from_a_cache_as_from_pixels(
         "training.global_batch_size=16",
         "training.steps=4",
     )
-    plain = small_recipe(*changes, f"out={tmp_path / 'plain'}")
+    plain = small_recipe(*changes, name="plain")
     run_verb(plain, "train")
     cached = small_recipe(*changes, f"data.cache={tmp_path / 'cache'}")
     run_verb(cached, "train")
     found = [rows(recipe, "step", "loss", "grad_norm") for recipe in (plain, cached)]
     assert len(found[0]) == 4
     assert found[0] == found[1]
-    weights = saved(cached, 4, "model"), saved(plain, 4, "model")
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
-    rejected = [
-        [
-            (event["step"], event["rank"], event["identity"], event["reason"])
-            for event in events(recipe, "sample_rejected")
-        ]
-        for recipe in (plain, cached)
-    ]
-    assert len(rejected[0]) == 1
-    assert rejected[0] == rejected[1]
+    assert_saved_alike(cached, plain, 4)
+    (one,), (other,) = (events(recipe, "sample_rejected") for recipe in (plain, cached))
+    for key in ("step", "rank", "identity", "reason"):
+        assert one[key] == other[key]
     kinds = Counter(kind for kind, _ in cache_entries(tmp_path / "cache"))
     assert kinds["latents"] == 63 * 2
 
 
 @pytest.mark.slow
 def test_two_ranks_fill_a_cache_ahead(
-    small_recipe: MakeRecipe, run_verb: Callable[..., dict[str, Any]], tmp_path: Path
+    small_recipe: Recipes, run_verb: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """Each its share: together the entries that one process makes, and none twice.
 

@@ -16,8 +16,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from rich.console import Console
-from tests.build import TINY_T5
+from tests.build import TINY_T5, block_names, quiet_session
 from tests.data.catalogs import make_catalog
 from torch import Tensor, nn
 
@@ -31,10 +30,8 @@ from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.plan import run_blocks
-from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state, compile_blocks
 from longtake.training.latent_cache import captions_of
-from longtake.training.session import Session
 from longtake.training.statistics import NormStats, reduce_statistics
 from longtake.training.step import apply_update, compute_gradients, drop_undecodable
 
@@ -197,15 +194,14 @@ def test_however_many_share_it_training_is_that_of_one(
 def _train(parts: Components, recipe: Recipe, way: _Way, world: World) -> dict[str, Tensor]:
     """Loss and norms of each step, named "", and the weights at the end."""
     parts = replace(parts, model=copy.deepcopy(parts.model))
-    names = {module: name for name, module in parts.model.named_modules()}
-    options = options_of(way.policy, [names[each] for each in parts.family.blocks(parts.model)])
+    options = options_of(way.policy, block_names(parts))
     if way.compiled_by is not None:
         compile_ = partialmethod(nn.Module.compile, backend=way.compiled_by)
         with patch.object(nn.Module, "compile", compile_):
             compile_blocks(options, parts, recipe)
     else:
         run_blocks(options, parts)
-    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
+    session = quiet_session(recipe, world)
     state = build_state(session, parts)
     norms = NormStats(parts.model, parts.family.blocks(parts.model), world)
     rank, size = world.data_rank, world.data_size

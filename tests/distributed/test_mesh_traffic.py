@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from tests.build import MakeRecipe
+from tests.build import MakeRecipe, block_names, quiet_session
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,9 +30,7 @@ from longtake.planner.devices import CPU
 from longtake.planner.memory import MetaStep, _captions, module_bytes, outline_step, static_memory
 from longtake.planner.mesh import traffic_of
 from longtake.planner.plan import run_blocks
-from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.session import Session
 from longtake.training.step import apply_update, compute_gradients
 
 _MODEL = "model.config={hidden_size=48, num_blocks=3, num_heads=4}"
@@ -166,11 +163,9 @@ def _count(recipe: Recipe, everyone: World) -> dict[str, dict[str, int]]:
     of_nodes = section.model_copy(update={"shard_size": section.shard_size or 2})  # GPUs of a node
     world = arranged(World(everyone.rank, 0, 4, everyone.device, None), of_nodes)
     parts = assemble(recipe, _captions(recipe), None)
-    names = {id(block): name for name, block in parts.model.named_modules()}
-    blocks = tuple(names[id(block)] for block in parts.family.blocks(parts.model))
-    run_blocks(options_of(recipe.recompute.chosen(), blocks), parts)
+    run_blocks(options_of(recipe.recompute.chosen(), block_names(parts)), parts)
     precision: Precision = "bf16" if recipe.training.precision == "bf16" else "fp32"
-    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), precision)
+    session = quiet_session(recipe, world, precision)
     state = build_state(session, parts)
     loader = Loader(
         recipe.data,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import QUIET, MakeRecipe, events, losses, train_by
+from tests.build import Recipes, events, losses, train_by
 
 from longtake import config
 from longtake.config import ParallelSection
@@ -17,7 +17,6 @@ from longtake.parallel.mesh import World, join
 from longtake.planner import plan as plan_module
 from longtake.planner.plan import make_plan
 from longtake.planner.record import newest_plan
-from longtake.training.train import train
 
 _SMALL = ("training.steps=6", "training.global_batch_size=32")
 _WITHIN = (  # 16 samples a process fit with some recompute
@@ -30,10 +29,9 @@ _TRAP = "checkpoint(self.change, given, use_reentrant=True)"
 
 @pytest.mark.slow
 def test_two_processes_recompute_with_the_losses_of_one(
-    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
+    small_recipe: Recipes, on_two_processes: list[str]
 ) -> None:
-    alone = small_recipe(*_SMALL, f"out={tmp_path / 'alone'}")
-    train(alone, QUIET)
+    alone = small_recipe.trained(*_SMALL, name="alone")
     together = small_recipe(*_SMALL, *_WITHIN)
     train_by(on_two_processes, together)
     assert len(losses(together)) == 6
@@ -47,7 +45,7 @@ def test_two_processes_recompute_with_the_losses_of_one(
 
 
 def test_what_rank_0_finds_all_ranks_do(
-    small_recipe: MakeRecipe,
+    small_recipe: Recipes,
     own_module: Callable[[str], str],
     run_on_two_ranks: Callable[..., None],
     tmp_path: Path,

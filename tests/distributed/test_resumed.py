@@ -1,13 +1,10 @@
 """Ranks that are killed and resumed, or roll back, end as if they had not been."""
 
-import shutil
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.build import QUIET, MakeRecipe, rows, saved, train_by
+from tests.build import QUIET, Recipes, all_saved, forget_after, rows, saved, train_by
 
 from longtake.config import Recipe
 from longtake.data.audit import audit
@@ -30,20 +27,8 @@ _LAUNCHES = (
 """Each resumes where the one before was killed, and one process where the last was."""
 
 
-def _forget(recipe: Recipe, after: int) -> None:
-    """As if the run had been killed after a step."""
-    run = RunDirectory(recipe.out)
-    for step in run.checkpoint_steps():
-        if step > after:
-            shutil.rmtree(run.checkpoint_path(step))
-
-
-def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
-    return {name: saved(recipe, step, name) for name in ("model", "ema/main", "optimizer")}
-
-
 @pytest.mark.slow
-def test_they_roll_back_together(small_recipe: MakeRecipe, on_two_processes: list[str]) -> None:
+def test_they_roll_back_together(small_recipe: Recipes, on_two_processes: list[str]) -> None:
     """To the same checkpoint, without the same batches; killed after that, it ends the same."""
     recipe = small_recipe(
         "parallel.strategy=shard",
@@ -62,28 +47,27 @@ def test_they_roll_back_together(small_recipe: MakeRecipe, on_two_processes: lis
     audited = audit(run)
     assert audited.ok
     assert audited.num_skipped == end - first
-    found, weights = rows(recipe, *_KEYS), _all_saved(recipe, 50)
-    _forget(recipe, after=30)  # as if it had been killed right after the rollback
+    found, weights = rows(recipe, *_KEYS), all_saved(recipe, 50)
+    forget_after(recipe, 30)  # as if it had been killed right after the rollback
     output = train_by(on_two_processes, recipe, program=poison, folder=recipe.out.parent)
     assert "20 steps since the checkpoint of step 30" in " ".join(output.split())
     assert len(run.rollbacks()) == 1
     assert rows(recipe, *_KEYS) == found
-    torch.testing.assert_close(_all_saved(recipe, 50), weights, rtol=0, atol=0)
+    torch.testing.assert_close(all_saved(recipe, 50), weights, rtol=0, atol=0)
 
 
 @pytest.mark.slow
 def test_a_run_resumes_however_it_is_shared(
-    small_recipe: MakeRecipe, on_processes: Callable[[int], list[str]], tmp_path: Path
+    small_recipe: Recipes, on_processes: Callable[[int], list[str]]
 ) -> None:
-    alone = small_recipe(*_CHANGES, f"out={tmp_path / 'alone'}")
-    train(alone, QUIET)
+    alone = small_recipe.trained(*_CHANGES, name="alone")
     wanted = _numbers(alone)
     for number, (count, changes) in enumerate(_LAUNCHES):
         shared = small_recipe(*_CHANGES, *changes)
         train_by(on_processes(count), shared)
         assert _numbers(shared) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
         assert audit(RunDirectory(shared.out)).ok
-        _forget(shared, after=_EVERY * (number + 1))
+        forget_after(shared, _EVERY * (number + 1))
     assert train(small_recipe(*_CHANGES), QUIET).start_step == 2 * _EVERY
     assert _numbers(shared) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
     found = audit(RunDirectory(shared.out))

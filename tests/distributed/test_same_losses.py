@@ -1,6 +1,5 @@
 """Ranks train what one process trains, and fail as promptly. Each test starts real processes."""
 
-import shutil
 import signal
 from pathlib import Path
 
@@ -8,8 +7,10 @@ import pytest
 import torch
 from tests.build import (
     QUIET,
-    MakeRecipe,
+    Recipes,
+    copy_clips,
     events,
+    forget_after,
     losses,
     saved,
     start_training,
@@ -18,7 +19,6 @@ from tests.build import (
 )
 
 from longtake.data.audit import audit
-from longtake.data.index import index
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
@@ -33,15 +33,11 @@ _ADAPTERS = (
 
 @pytest.mark.slow
 def test_two_processes_train_the_adapters_that_one_trains(
-    small_recipe: MakeRecipe,
-    on_two_processes: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    small_recipe: Recipes, on_two_processes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(_ROOT)  # where the module is found
     changes = (*_ADAPTERS, "model.dtype=bf16")
-    alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
-    train(alone, QUIET)
+    alone = small_recipe.trained(*changes, name="alone")
     together = small_recipe(*changes, "parallel.strategy=shard")
     assert "Warning" not in train_by(on_two_processes, together)
     assert losses(together) == pytest.approx(losses(alone), rel=1e-2, abs=1e-2)
@@ -51,9 +47,8 @@ def test_two_processes_train_the_adapters_that_one_trains(
     assert all("lora_" in each or "added_modules." in each for each in averages)
     torch.testing.assert_close(averages, saved(alone, 12, "ema/main"), rtol=0.1, atol=1)
 
-    run = RunDirectory(together.out)
-    shutil.rmtree(run.checkpoint_path(12))
-    run.metrics_path.unlink()
+    forget_after(together, 6)
+    RunDirectory(together.out).metrics_path.unlink()
     assert train(together, QUIET).start_step == 6
     assert losses(together) == pytest.approx(losses(alone)[6:], rel=1e-2, abs=1e-2)
 
@@ -61,10 +56,7 @@ def test_two_processes_train_the_adapters_that_one_trains(
 @pytest.fixture
 def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
     """A catalog of clips that a test may delete."""
-    folder, out = tmp_path / "shapes" / "clips", tmp_path / "shapes" / "catalog.parquet"
-    shutil.copytree(shapes_catalog.parent, tmp_path / "shapes")
-    index([folder], captions=folder / "captions.jsonl", out=out)
-    return out
+    return copy_clips(shapes_catalog, tmp_path / "shapes")
 
 
 def _lose(catalog: Path, count: int) -> list[str]:
@@ -76,7 +68,7 @@ def _lose(catalog: Path, count: int) -> list[str]:
 
 
 def test_lost_clips_are_named_once_and_a_signal_saves(
-    small_recipe: MakeRecipe, torchrun: list[str], clips: Path
+    small_recipe: Recipes, torchrun: list[str], clips: Path
 ) -> None:
     lost = _lose(clips, 6)
     recipe = small_recipe(
@@ -111,7 +103,7 @@ def test_lost_clips_are_named_once_and_a_signal_saves(
 
 @pytest.mark.slow
 def test_stand_ins_weigh_nothing_on_two_processes(
-    small_recipe: MakeRecipe, on_two_processes: list[str], clips: Path, tmp_path: Path
+    small_recipe: Recipes, on_two_processes: list[str], clips: Path
 ) -> None:
     _lose(clips, 5)
     changes = (
@@ -120,8 +112,7 @@ def test_stand_ins_weigh_nothing_on_two_processes(
         "training.global_batch_size=20",  # 64 = 3 x 20 + 4, all on the first rank
         "training.steps=8",
     )
-    alone = small_recipe(*changes, f"out={tmp_path / 'alone'}")
-    train(alone, QUIET)
+    alone = small_recipe.trained(*changes, name="alone")
     together = small_recipe(*changes, "data.workers=2")
     train_by(on_two_processes, together)
     assert len(losses(together)) == 8
@@ -133,7 +124,7 @@ def test_stand_ins_weigh_nothing_on_two_processes(
 
 
 def test_one_rank_that_fails_ends_both(
-    small_recipe: MakeRecipe, on_two_processes: list[str], clips: Path
+    small_recipe: Recipes, on_two_processes: list[str], clips: Path
 ) -> None:
     """The rank that meets a damaged clip says so; the other does not wait until a timeout."""
     lost = min((clips.parent / "clips").glob("*.mp4"))
@@ -147,10 +138,9 @@ def test_one_rank_that_fails_ends_both(
 
 
 def test_a_mistake_that_the_first_finds_ends_both(
-    small_recipe: MakeRecipe, on_two_processes: list[str]
+    small_recipe: Recipes, on_two_processes: list[str]
 ) -> None:
-    recipe = small_recipe("training.steps=1")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("training.steps=1")
     metrics = RunDirectory(recipe.out).metrics_path.read_bytes()
     output = train_by(on_two_processes, small_recipe("training.steps=1", "seed=9"), fails=True)
     assert "longtake: " in output
@@ -159,7 +149,7 @@ def test_a_mistake_that_the_first_finds_ends_both(
 
 
 def test_a_batch_that_cannot_be_shared_is_refused(
-    small_recipe: MakeRecipe, on_two_processes: list[str]
+    small_recipe: Recipes, on_two_processes: list[str]
 ) -> None:
     output = train_by(on_two_processes, small_recipe("training.global_batch_size=1"), fails=True)
     assert "training.global_batch_size 1 cannot be shared by 2 processes" in output
@@ -167,7 +157,7 @@ def test_a_batch_that_cannot_be_shared_is_refused(
 
 
 def test_ranks_save_together_when_minutes_have_passed(
-    small_recipe: MakeRecipe, on_two_processes: list[str]
+    small_recipe: Recipes, on_two_processes: list[str]
 ) -> None:
     recipe = small_recipe("checkpoint.every=8", "checkpoint.minutes=1e-5")
     train_by(on_two_processes, recipe)

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from tests.build import MakeRecipe
+from tests.build import MakeRecipe, quiet_session
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longtake import config
@@ -19,10 +18,8 @@ from longtake.planner.devices import CPU, device_budget
 from longtake.planner.memory import module_bytes, outline_step, policy_forecast
 from longtake.planner.plan import run_blocks
 from longtake.planner.profiler import measured
-from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.latent_cache import captions_of
-from longtake.training.session import Session
 from longtake.training.step import compute_gradients, skip_update
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +65,7 @@ def test_the_plan_knows_what_is_sharded(
     loader = Loader(recipe.data, batch_size=16, seed=0, rank=0, world_size=_RANKS)
     parts = assemble(recipe, captions_of(loader), None)
     run_blocks(options, parts)
-    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), step.precision)
+    session = quiet_session(recipe, world, step.precision)
     state = build_state(session, parts)
     for batch in loader.batches(2):
         with measured(world.device) as memory:

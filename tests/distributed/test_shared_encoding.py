@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from tests.build import TINY_WAN, MakeRecipe
+from tests.build import TINY_WAN, MakeRecipe, quiet_session
 from torch import Tensor
 
 from longtake import config
@@ -20,11 +19,9 @@ from longtake.data.loader import Loader
 from longtake.models.components import Components, assemble
 from longtake.parallel.collectives import gather_objects
 from longtake.parallel.mesh import World, join
-from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.inputs import InputQueue
 from longtake.training.latent_cache import captions_of
-from longtake.training.session import Session
 
 
 @pytest.mark.slow
@@ -92,7 +89,7 @@ def _encode(world: World, path: Path) -> None:
     recipe = config.load(path)
     loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
     parts = assemble(recipe, captions_of(loader), None)
-    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
+    session = quiet_session(recipe, world)
     shared, counts = build_state(session, parts).inputs, Counter[str]()
     alone = InputQueue(parts, recipe, world.device)
     batches = list(loader.batches(2))

@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from rich.console import Console
-from tests.build import ALONE, MakeRecipe
+from tests.build import ALONE, MakeRecipe, quiet_session
 from torch import Tensor, nn
 
 from longtake.config import ParallelSection
@@ -17,9 +16,7 @@ from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step, static_memory
 from longtake.planner.profiler import measured
-from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
-from longtake.training.session import Session
 from longtake.training.step import compute_gradients
 
 _MICRO_BATCHES = 8
@@ -98,7 +95,7 @@ def test_the_plan_counts_gradients_as_they_are_measured(
     trace = step.tracer.trace({})
     assert recipe.data.catalog is not None
     parts = assemble(recipe, Catalog.load(recipe.data.catalog).captions(), None)
-    session = Session(recipe, RunDirectory(recipe.out), ALONE, Console(quiet=True), "fp32")
+    session = quiet_session(recipe)
     state = build_state(session, parts)
     (batch,) = Loader(recipe.data, batch_size=8, seed=0).batches(1)
     compute_gradients(session, state, batch)

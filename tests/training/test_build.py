@@ -11,7 +11,7 @@ from logging.handlers import BufferingHandler
 
 import pytest
 import torch
-from tests.build import MakeRecipe
+from tests.build import MakeRecipe, block_names
 from torch import Tensor, nn
 
 from longtake.errors import RecipeError
@@ -81,8 +81,7 @@ def test_compiled_blocks_are_the_same_blocks(
     config = f"{{hidden_size=48, num_blocks={len(activations)}}}"
     recipe = small_recipe("training.compile=true", f"model.config={config}")
     alone = assemble(recipe, ["a red disk moves left"], None)
-    names = {module: name for name, module in alone.model.named_modules()}
-    blocks = [names[block] for block in alone.family.blocks(alone.model)]
+    blocks = block_names(alone)
     wanted = _gradients(alone)
     compiled = replace(alone, model=copy.deepcopy(alone.model))
     # The text's block is one more.
@@ -124,8 +123,7 @@ def test_all_shapes_and_options_are_compiled(
     )
     recipe = tiny_flux("training.compile=true", *bare)
     parts = assemble(recipe, ["a red disk"], None)
-    names = {module: name for name, module in parts.model.named_modules()}
-    blocks = [names[block] for block in parts.family.blocks(parts.model)]
+    blocks = block_names(parts)
     kept, recomputed = BlockOption("keep"), BlockOption("recompute")
     options = dict(zip(blocks, (kept, recomputed) * 2, strict=True))
     compile_blocks(options, parts, recipe)
@@ -159,8 +157,7 @@ def test_blocks_are_compiled_with_their_modules(
         for parameter in plain.model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
     compiled = replace(plain, model=copy.deepcopy(plain.model))
-    names = {module: name for name, module in plain.model.named_modules()}
-    blocks = [names[block] for block in plain.family.blocks(plain.model)]
+    blocks = block_names(plain)
     recomputed = (BlockOption("keep"), BlockOption("save-attention"), BlockOption("recompute"))
     compile_blocks(dict(zip(blocks, recomputed, strict=True)), compiled, recipe)
     shape = latent_shape(plain.codec, recipe.data.buckets[0])

@@ -22,8 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from tests.build import ALONE, TINY_WAN, MakeRecipe, wait_until
+from tests.build import ALONE, TINY_WAN, MakeRecipe, quiet_session, wait_until
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -35,11 +34,9 @@ from longtake.data.loader import Loader
 from longtake.models.components import assemble
 from longtake.models.text import NO_CAPTION
 from longtake.parallel.mesh import World
-from longtake.run_dir import RunDirectory
 from longtake.training.build import build_state
 from longtake.training.inputs import InputQueue, encode_captions, prepare
 from longtake.training.latent_cache import captions_of
-from longtake.training.session import Session
 from longtake.training.statistics import NormStats, reduce_statistics
 from longtake.training.step import apply_update, compute_gradients, prepare_next
 
@@ -178,7 +175,7 @@ def _train(recipe: Recipe, device: torch.device) -> Iterator[tuple[list[float], 
     parts = assemble(recipe, captions_of(loader), None)
     batches = [_cached(batch, recipe, parts) for batch in loader.batches(3)]
     world = World(0, 0, 1, device, None)
-    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
+    session = quiet_session(recipe, world)
     state = build_state(session, parts)
     norms = NormStats(parts.model, parts.family.blocks(parts.model), world)
     for batch in batches:
@@ -207,7 +204,7 @@ def _train_encoding(
     parts.codec.to(device)
     parts.text.to(device)
     world = World(0, 0, 1, device, None)
-    session = Session(recipe, RunDirectory(recipe.out), world, Console(quiet=True), "fp32")
+    session = quiet_session(recipe, world)
     state = build_state(session, parts)
     queue: Any = state.inputs
     queue._side, queue.encodes_ahead = _SideStream() if ahead else None, ahead
@@ -225,8 +222,7 @@ def _train_encoding(
 
 @pytest.fixture(scope="module")
 def on_standin(
-    small_recipe_in: Callable[[Path], MakeRecipe],
-    tmp_path_factory: pytest.TempPathFactory,
+    small_recipe_in: Callable[[Path], MakeRecipe], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     """What this file prints as a program."""
     folder = tmp_path_factory.mktemp("standin")

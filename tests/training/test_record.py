@@ -1,7 +1,6 @@
 """What a run records of its steps."""
 
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.build import QUIET, TINY_WAN, MakeRecipe, events
+from tests.build import QUIET, TINY_WAN, Recipes, copy_clips, events, forget_after
 
 from longtake.config import Bucket
 from longtake.data.audit import audit
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
-from longtake.data.index import index
 from longtake.data.stages import StagePosition
 from longtake.errors import DataError
 from longtake.fsio import read_json_lines
@@ -33,7 +31,7 @@ from longtake.training.train import train
 
 
 def test_a_step_has_one_row_of_numbers(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(record, "take_peak", lambda device: 7)  # as if it were a GPU
     recipe = small_recipe(
@@ -69,9 +67,9 @@ def test_a_step_has_one_row_of_numbers(
     assert trainer["precision"] == facts["precision"] in ("bf16", "fp32")
 
 
-def test_each_step_has_the_bucket_of_its_clips_and_their_tokens(small_recipe: MakeRecipe) -> None:
+def test_each_step_has_the_bucket_of_its_clips_and_their_tokens(small_recipe: Recipes) -> None:
     """Clips of two shapes; fillers of a bucket's last batch count as no tokens."""
-    recipe = small_recipe(
+    recipe = small_recipe.trained(
         *TINY_WAN,
         "data.buckets=[{num_frames=5, height=32, width=32}, {num_frames=1, height=32, width=32, "
         "share=0.5}]",
@@ -80,7 +78,6 @@ def test_each_step_has_the_bucket_of_its_clips_and_their_tokens(small_recipe: Ma
         "training.global_batch_size=12",
         "training.steps=6",
     )
-    train(recipe, QUIET)
     tokens: dict[tuple[int, ...], int] = {
         (shape.num_frames, shape.height, shape.width): count
         for shape, count in bucket_tokens(recipe).items()
@@ -93,14 +90,12 @@ def test_each_step_has_the_bucket_of_its_clips_and_their_tokens(small_recipe: Ma
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(count, rel=1e-3)
 
 
-def test_tensorboard_says_the_same_after_a_resume(small_recipe: MakeRecipe) -> None:
+def test_tensorboard_says_the_same_after_a_resume(small_recipe: Recipes) -> None:
     changes = ("training.steps=8", "checkpoint.every=3", "tracking.tensorboard=true")
-    recipe = small_recipe(*changes)
+    recipe = small_recipe.trained(*changes)
+    forget_after(recipe, 3)
     train(recipe, QUIET)
     run = RunDirectory(recipe.out)
-    for step in (6, 8):
-        shutil.rmtree(run.checkpoint_path(step))
-    train(recipe, QUIET)
     events = EventAccumulator(str(run.tensorboard_path), size_guidance={"scalars": 0}).Reload()
     rows: list[Any] = list(run.metrics())
     assert len(list(read_json_lines(run.metrics_path))) == 8 + 5
@@ -110,28 +105,26 @@ def test_tensorboard_says_the_same_after_a_resume(small_recipe: MakeRecipe) -> N
         assert [event.value for event in found] == pytest.approx([r[name] for r in rows], rel=1e-6)
 
 
-def test_a_save_is_no_wait_for_data(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_save_is_no_wait_for_data(small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch) -> None:
     def save_slowly(*arguments: Any) -> None:
         save_checkpoint(*arguments)
         time.sleep(0.3)
 
     monkeypatch.setattr("longtake.training.saving.save_checkpoint", save_slowly)
-    recipe = small_recipe("training.steps=3", "checkpoint.every=1")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("training.steps=3", "checkpoint.every=1")
     for row in RunDirectory(recipe.out).metrics()[1:]:
         assert row["step_seconds"] > 0.3 + row["data_seconds"]
 
 
-def test_epochs_stages_and_checkpoints_are_events(small_recipe: MakeRecipe) -> None:
+def test_epochs_stages_and_checkpoints_are_events(small_recipe: Recipes) -> None:
     """64 clips in batches of 32 make an epoch of two steps; each stage counts its own."""
     stages = "[{name='a', epochs=1}, {name='b', steps=1}, {name='c'}]"
-    recipe = small_recipe(
-        "training.global_batch_size=32", "training.steps=6", "checkpoint.every=2",
+    recipe = small_recipe.trained(
+        "training.global_batch_size=32",
+        "training.steps=6",
+        "checkpoint.every=2",
         f"data.stages={stages}",
-    )  # fmt: skip
-    train(recipe, QUIET)
+    )
     found = [(e["stage"], e["source"], e["step"]) for e in events(recipe, "stage")]
     assert found == [("a", "catalog", 0), ("b", "catalog", 2), ("c", "catalog", 3)]
     epochs = [(e["stage"], e["epoch"], e["step"]) for e in events(recipe, "epoch")]
@@ -143,15 +136,13 @@ def test_epochs_stages_and_checkpoints_are_events(small_recipe: MakeRecipe) -> N
 @pytest.fixture
 def clips(shapes_catalog: Path, tmp_path: Path) -> Path:
     """A catalog of clips of which three are gone since it was written."""
-    shutil.copytree(shapes_catalog.parent, tmp_path / "shapes")
-    folder, out = tmp_path / "shapes" / "clips", tmp_path / "shapes" / "catalog.parquet"
-    index([folder], captions=folder / "captions.jsonl", out=out)
-    for path in sorted(folder.glob("*.mp4"))[5:8]:
+    catalog = copy_clips(shapes_catalog, tmp_path / "shapes")
+    for path in sorted((catalog.parent / "clips").glob("*.mp4"))[5:8]:
         path.unlink()
-    return out
+    return catalog
 
 
-def test_clips_that_are_gone_are_named_once(small_recipe: MakeRecipe, clips: Path) -> None:
+def test_clips_that_are_gone_are_named_once(small_recipe: Recipes, clips: Path) -> None:
     """Training goes on without them, over epochs; each has one event with its reason."""
     recipe = small_recipe(
         f"data.catalog={clips}",
@@ -176,15 +167,13 @@ def test_clips_that_are_gone_are_named_once(small_recipe: MakeRecipe, clips: Pat
 
 
 def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
-    small_recipe: MakeRecipe, clips: Path
+    small_recipe: Recipes, clips: Path
 ) -> None:
-    lost = sorted((clips.parent / "clips").glob("*.mp4"))[1:12]
-    for path in lost:
+    for path in sorted((clips.parent / "clips").glob("*.mp4"))[1:12]:
         path.unlink()
-    recipe = small_recipe(
+    recipe = small_recipe.trained(
         f"data.catalog={clips}", "training.global_batch_size=1", "training.steps=64"
     )
-    train(recipe, QUIET)
     run = RunDirectory(recipe.out)
     assert len(run.metrics()) == 64 - 14
     (epoch,) = audit(run).epochs
@@ -192,7 +181,7 @@ def test_a_step_of_which_nothing_can_be_decoded_is_counted_and_learns_nothing(
 
 
 def test_too_many_of_them_are_found_before_the_first_step(
-    small_recipe: MakeRecipe, clips: Path
+    small_recipe: Recipes, clips: Path
 ) -> None:
     recipe = small_recipe(f"data.catalog={clips}", "data.max_quarantined_clips=2")
     message = r"3 of the catalog's 64 files are gone, such as .*\.mp4.*At most 2 \(data\.max_quar"
@@ -201,7 +190,7 @@ def test_too_many_of_them_are_found_before_the_first_step(
     assert RunDirectory(recipe.out).metrics() == []
 
 
-def test_too_many_damaged_clips_end_the_run(small_recipe: MakeRecipe, clips: Path) -> None:
+def test_too_many_damaged_clips_end_the_run(small_recipe: Recipes, clips: Path) -> None:
     for path in sorted((clips.parent / "clips").glob("*.mp4"))[:3]:
         path.write_bytes(path.read_bytes()[:200])
     changes = (
@@ -215,15 +204,14 @@ def test_too_many_damaged_clips_end_the_run(small_recipe: MakeRecipe, clips: Pat
 
 
 def test_the_share_of_the_gpus_peak_is_recorded(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longtake.training.train.peak_flops", lambda device, dtype: 1e12)
     counted = []
     for kind in ("full", "lora"):
         targets = ['trainable.targets=["to_qkv"]'] if kind == "lora" else []
-        out = f"out={small_recipe().out}-{kind}"
-        recipe = small_recipe("training.steps=1", f"trainable.kind={kind}", out, *targets)
-        train(recipe, QUIET)
+        changes = ("training.steps=1", f"trainable.kind={kind}", *targets)
+        recipe = small_recipe.trained(*changes, name=kind)
         (row,) = RunDirectory(recipe.out).metrics()
         assert row["mfu"] == pytest.approx(row["tflops_per_second"], rel=1e-3, abs=1e-6)
         counted.append(row["tflops_per_second"] * row["step_seconds"])
@@ -238,7 +226,7 @@ _LARGE, _SMALL = (Bucket(num_frames=1, height=size, width=size) for size in (64,
 
 
 @pytest.fixture
-def world(small_recipe: MakeRecipe) -> Iterator[World]:
+def world(small_recipe: Recipes) -> Iterator[World]:
     """This process alone."""
     with join("cpu", small_recipe().parallel, None) as alone:
         yield alone
@@ -262,7 +250,7 @@ def test_memory_of_one_step_is_compared_with_the_prediction(
     predicted: int | None,
     steps: list[tuple[Bucket, int]],
     errors: list[float],
-    small_recipe: MakeRecipe,
+    small_recipe: Recipes,
     world: World,
 ) -> None:
     recipe = small_recipe()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import QUIET, MakeRecipe, wait_until
+from tests.build import QUIET, Recipes, wait_until
 
 from longtake.config import Recipe
 from longtake.errors import DataError
@@ -51,7 +51,7 @@ def _events(recipe: Recipe) -> list[str]:
 
 
 def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two have watched; after the run there is none, nor anything in the node's memory."""
 
@@ -62,8 +62,7 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
         wait_until(lambda: _watcher(recipe) not in (0, first))
 
     monkeypatch.setattr(loop, "apply_update", _when(3, replace))
-    recipe = small_recipe("watch.enabled=true")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("watch.enabled=true")
     events = _events(recipe)
     assert (events.count("watcher_started"), events.count("finished")) == (2, 1)
     assert not events.count("rank_failed")
@@ -71,7 +70,7 @@ def test_a_watcher_that_dies_is_replaced_and_nothing_is_left(
 
 
 def test_the_heart_says_what_is_done(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Heartbeat] = []
     monkeypatch.setattr(
@@ -89,8 +88,6 @@ def test_the_heart_says_what_is_done(
 
 
 def test_after_a_rollback_nothing_is_expected_for_a_while(tmp_path: Path) -> None:
-    from longtake.heartbeat import HeartbeatWriter
-
     heart = HeartbeatWriter(tmp_path, "rank")
     for step in range(8):
         heart.begin_step(step, "8x32x32")
@@ -108,7 +105,7 @@ def test_after_a_rollback_nothing_is_expected_for_a_while(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("error", [DataError("a clip"), KeyboardInterrupt()])
 def test_who_ends_with_a_word_has_not_died(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, error: BaseException
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     """An error that a person is told of, and Ctrl-C, are ends; the heart is there until then."""
     phases: list[str] = []
@@ -127,7 +124,7 @@ def test_who_ends_with_a_word_has_not_died(
 
 
 def test_a_rank_that_is_alone_records_why_it_failed(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """But not before it holds the run: another process may train it, and has not failed."""
     recipe = small_recipe("training.steps=2", "watch.enabled=false")
@@ -153,11 +150,10 @@ def test_a_rank_that_is_alone_records_why_it_failed(
 
 
 def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though which folder it gets is agreed upon only when all ranks have met."""
-    recipe = small_recipe("training.steps=2")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("training.steps=2")
     places: list[bool] = []
 
     def look(_: Recipe) -> None:
@@ -172,7 +168,7 @@ def test_a_fresh_run_has_its_heart_in_a_place_of_its_own(
 
 
 def test_the_hook_is_not_on_the_watchers_command_line(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines: list[str] = []
 
@@ -187,21 +183,17 @@ def test_the_hook_is_not_on_the_watchers_command_line(
     assert ["s3cret" in each for each in lines] == [False, True]
 
 
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-
-def test_it_is_kept_in_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [None, "/mine"])
+def test_compiled_code_is_kept_in_the_users_cache_or_where_it_was(
+    named: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """And torch looks there."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    monkeypatch.setenv(_VARIABLE, "")  # so that it is put back
-    monkeypatch.delenv(_VARIABLE)
+    variable = "TORCHINDUCTOR_CACHE_DIR"
+    monkeypatch.setenv(variable, named or "")  # so that it is put back
+    if named is None:
+        monkeypatch.delenv(variable)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     keep_compiled_code()
-    assert cache_dir() == str(tmp_path / "longtake" / "compiled")
-
-
-def test_the_users_folder_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(_VARIABLE, "/mine")
-    keep_compiled_code()
-    assert os.environ[_VARIABLE] == "/mine"
+    assert os.environ[variable] == named or cache_dir() == str(tmp_path / "longtake" / "compiled")

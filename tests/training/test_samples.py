@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import QUIET, MakeRecipe, events, rows, saved, train_by
+from tests.build import QUIET, Recipes, assert_saved_alike, events, rows, train_by
 
 from longtake import heartbeat
 from longtake.config import Recipe
@@ -35,10 +35,6 @@ def _train(recipe: Recipe) -> None:
     train(recipe, QUIET, evaluate=SampleEvaluator(own_name(), ServerReport(QUIET)))
 
 
-def _state(recipe: Recipe) -> dict[str, Any]:
-    return {name: saved(recipe, 12, name) for name in ("model", "ema/main", "optimizer")}
-
-
 def _results(recipe: Recipe) -> list[Scores]:
     return EvaluationDirectory(RunDirectory(recipe.out)).all_scores("tiny")
 
@@ -54,10 +50,9 @@ def _serve(run: RunDirectory) -> EvaluationServer:
 
 
 def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled(
-    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = small_recipe(f"out={tmp_path / 'plain'}", "training.compile=false")
-    train(plain, QUIET)
+    plain = small_recipe.trained("training.compile=false", name="plain")
     recipe, phases = small_recipe(*_EVERY), set[str]()
     sample = SampleEvaluator.__call__
 
@@ -68,7 +63,7 @@ def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled
     monkeypatch.setattr(SampleEvaluator, "__call__", watched)
     _train(recipe)
     assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
-    torch.testing.assert_close(_state(recipe), _state(plain), rtol=0, atol=0)
+    assert_saved_alike(recipe, plain, 12)
     assert phases == {"sampling"}
 
     run = RunDirectory(recipe.out)
@@ -87,7 +82,7 @@ def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled
 
 
 def test_a_failed_sample_is_an_event_and_training_continues(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipe(*_EVERY, "ema.decay=0")
     sample = SampleEvaluator.__call__
@@ -116,16 +111,15 @@ def test_a_failed_sample_is_an_event_and_training_continues(
 
 
 def test_neither_averages_nor_prompts_that_cannot_be_had_end_a_run(
-    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def runs_out(*_: Any) -> Any:
         raise MemoryError("no memory is left")
 
     few = ("training.steps=4", "checkpoint.every=4")
-    plain = small_recipe(f"out={tmp_path / 'plain'}", *few)
-    train(plain, QUIET)
+    plain = small_recipe.trained(*few, name="plain")
     for owner, name in ((Averages, "in_place_of_weights"), (Sampler, "encode_prompts")):
-        recipe = small_recipe(f"out={tmp_path / name}", *few, *_EVERY)
+        recipe = small_recipe(*few, *_EVERY, name=name)
         with monkeypatch.context() as broken:
             broken.setattr(owner, name, runs_out)
             _train(recipe)
@@ -133,9 +127,7 @@ def test_neither_averages_nor_prompts_that_cannot_be_had_end_a_run(
         assert (failed["step"], failed["preset"]) == (4, "tiny")
         assert "no memory is left" in failed["reason"]
         assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
-        for part in ("model", "ema/main", "optimizer"):
-            ours, theirs = saved(recipe, 4, part), saved(plain, 4, part)
-            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        assert_saved_alike(recipe, plain, 4)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +142,7 @@ def test_neither_averages_nor_prompts_that_cannot_be_had_end_a_run(
     ],
 )
 def test_what_cannot_be_sampled_is_refused_before_the_run_begins(
-    small_recipe: MakeRecipe, changes: tuple[str, ...], expected: str
+    small_recipe: Recipes, changes: tuple[str, ...], expected: str
 ) -> None:
     with pytest.raises(RecipeError, match=expected):
         _train(small_recipe(*changes))
@@ -181,30 +173,29 @@ sys.exit(main())
 
 @pytest.mark.slow
 def test_ranks_that_share_a_model_and_clips_sample_it_together(
-    small_recipe: MakeRecipe, on_two_processes: list[str], tmp_path: Path
+    small_recipe: Recipes, on_two_processes: list[str], tmp_path: Path
 ) -> None:
     """They train as without it; the videos are those of one process, up to rounding.
 
     After an error of one rank in a forward pass, in which the other waits, they train on likewise.
     """
     sharded = ("parallel.strategy=shard", "training.steps=4", "checkpoint.every=4")
-    plain = small_recipe(f"out={tmp_path / 'plain'}", *sharded)
+    plain = small_recipe(*sharded, name="plain")
     train_by(on_two_processes, plain)
     recipe = small_recipe(*sharded, "sampling.every=2", *_EVERY[1:])
     train_by(on_two_processes, recipe)
     assert rows(recipe, *_KEYS) == rows(plain, *_KEYS)
-    for name in ("model", "ema/main", "optimizer"):
-        torch.testing.assert_close(saved(recipe, 4, name), saved(plain, 4, name), rtol=0, atol=0)
+    assert_saved_alike(recipe, plain, 4)
     program = tmp_path / "broken.py"
     program.write_text(_BROKEN_ON_ONE_RANK)
-    broken = small_recipe(f"out={tmp_path / 'broken'}", *sharded, "sampling.every=2", *_EVERY[1:])
+    broken = small_recipe(*sharded, "sampling.every=2", *_EVERY[1:], name="broken")
     train_by(on_two_processes, broken, program=[str(program)])
     (failed,) = events(broken, "sampling_failed")
     assert (failed["step"], failed["preset"]) == (2, "tiny")
     assert "rank 1: RuntimeError: a broken kernel" in failed["reason"]
     assert [each["step"] for each in _results(broken)] == [4]
     assert rows(broken, *_KEYS) == rows(plain, *_KEYS)
-    torch.testing.assert_close(saved(broken, 4, "model"), saved(plain, 4, "model"), rtol=0, atol=0)
+    assert_saved_alike(broken, plain, 4)
 
     mine = {each["step"]: each for each in _results(recipe)}
     assert list(mine) == [2, 4]

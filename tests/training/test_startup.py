@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tests.build import QUIET, MakeRecipe
+from tests.build import QUIET, Recipes, forget_after
 from torch.nn.attention import SDPBackend
 
 from longtake import config
@@ -82,16 +82,15 @@ def test_of_each_part_the_slowest_rank_is_named() -> None:
 
 
 @pytest.fixture
-def restarted(small_recipe: MakeRecipe) -> RunDirectory:
+def restarted(small_recipe: Recipes) -> RunDirectory:
     """A run that was launched, crashed after a checkpoint, and was launched again."""
-    recipe = small_recipe("checkpoint.every=4")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("checkpoint.every=4")
     run = RunDirectory(recipe.out)
     events = list(read_json_lines(run.events_path))
     lines = run.events_path.read_text().splitlines(keepends=True)
     kept = [line for line, event in zip(lines, events, strict=True) if event["event"] != "finished"]
     run.events_path.write_text("".join(kept))
-    subprocess.run(["rm", "-r", str(run.checkpoint_path(12))], check=True)
+    forget_after(recipe, 8)
     train(recipe, QUIET)
     return run
 
@@ -114,7 +113,7 @@ def test_each_launch_tells_where_its_seconds_went(restarted: RunDirectory) -> No
 
 def test_a_launch_after_a_regular_end_was_not_down(restarted: RunDirectory) -> None:
     recipe = config.load(restarted.recipe_path)
-    subprocess.run(["rm", "-r", str(restarted.checkpoint_path(12))], check=True)
+    forget_after(recipe, 8)
     train(recipe, QUIET)
     assert _events(restarted, "startup_timing")[-1]["down_seconds"] is None
 
@@ -139,7 +138,7 @@ def test_starts_are_shown(restarted: RunDirectory) -> None:
 
 
 def test_two_ranks_name_the_slower_one(
-    small_recipe: MakeRecipe, run_on_ranks: Callable[..., str], tmp_path: Path
+    small_recipe: Recipes, run_on_ranks: Callable[..., str], tmp_path: Path
 ) -> None:
     recipe = small_recipe("training.steps=2", "checkpoint.every=2")
     path = tmp_path / "launched.toml"
@@ -187,7 +186,7 @@ def test_torch_can_be_asked() -> None:
 
 @pytest.mark.parametrize("max_tokens", [3, 8])
 def test_truncated_captions_are_reported_at_the_start(
-    max_tokens: int, small_recipe: MakeRecipe
+    max_tokens: int, small_recipe: Recipes
 ) -> None:
     recipe = small_recipe(f"text.max_tokens={max_tokens}", "training.steps=1")
     said = io.StringIO()

@@ -14,7 +14,17 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tests.build import QUIET, MakeRecipe, events, rows, saved, wait_until
+from tests.build import (
+    QUIET,
+    Recipes,
+    all_saved,
+    assert_saved_alike,
+    events,
+    forget_after,
+    rows,
+    saved,
+    wait_until,
+)
 from tests.data.catalogs import make_catalog
 
 from longtake import config
@@ -48,10 +58,6 @@ _CURVE = ("step", "epoch", "loss", "grad_norm", "learning_rate")
 _ROW = ("step", "batch", "epoch", "loss", "grad_norm", "weight_norm", "update_ratio")
 
 
-def _all_saved(recipe: Recipe, step: int) -> dict[str, Any]:
-    return {name: saved(recipe, step, name) for name in ("model", "ema/main", "optimizer")}
-
-
 def _num_rows(recipe: Recipe) -> int:
     path = RunDirectory(recipe.out).metrics_path
     return path.read_bytes().count(b"\n") if path.exists() else 0
@@ -64,11 +70,7 @@ def _files(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("adamw", "bf16"), ("muon", "fp32")])
 def test_an_interrupted_run_is_the_straight_run(
-    small_recipe: MakeRecipe,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    kind: str,
-    dtype: str,
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch, kind: str, dtype: str
 ) -> None:
     changes = (
         f"model.dtype={dtype}",
@@ -76,8 +78,7 @@ def test_an_interrupted_run_is_the_straight_run(
         "training.steps=20",
         "checkpoint.every=100",
     )
-    straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
-    train(straight, QUIET)
+    straight = small_recipe.trained(*changes, name="straight")
     stopped = small_recipe(*changes)
 
     def interrupted(session: Session, state: TrainingState, *of_step: Any) -> float:
@@ -92,7 +93,7 @@ def test_an_interrupted_run_is_the_straight_run(
     rest = train(stopped, QUIET)
     assert (rest.start_step, rest.end_step) == (outcome.end_step, 20)
     assert rows(stopped, *_CURVE) == rows(straight, *_CURVE)
-    torch.testing.assert_close(_all_saved(stopped, 20), _all_saved(straight, 20), rtol=0, atol=0)
+    assert_saved_alike(stopped, straight, 20)
 
 
 # In its sixth step it waits for a file.
@@ -133,7 +134,7 @@ def start(start_warm: Callable[..., Any], tmp_path: Path) -> Callable[[Path], An
 
 
 def test_the_command_says_how_to_go_on(
-    small_recipe: MakeRecipe, start: Callable[[Path], Any], tmp_path: Path
+    small_recipe: Recipes, start: Callable[[Path], Any], tmp_path: Path
 ) -> None:
     """Exit code 130 and a command that can be pasted; the pasted command finishes the run."""
     recipe = small_recipe("training.steps=40", "checkpoint.every=1000")
@@ -152,18 +153,16 @@ def test_the_command_says_how_to_go_on(
     assert words[:-1] == ["longtake", "train"]
     rest = train(config.load(Path(words[-1])), QUIET)
     assert (rest.start_step, rest.end_step) == (stopped_at, 40)
-    straight = small_recipe("training.steps=40", f"out={tmp_path / 'straight'}")
-    train(straight, QUIET)
+    straight = small_recipe.trained("training.steps=40", name="straight")
     assert rows(recipe, *_CURVE) == rows(straight, *_CURVE)
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over(
-    small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+    small_recipe: Recipes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Its bytes are compared when they are loaded; the run resumes from the one before."""
-    recipe = small_recipe("training.steps=8", "checkpoint.every=4")
-    train(recipe, QUIET)
-    straight, saved = rows(recipe, *_CURVE), _all_saved(recipe, 8)
+    recipe = small_recipe.trained("training.steps=8", "checkpoint.every=4")
+    straight, saved = rows(recipe, *_CURVE), all_saved(recipe, 8)
     damaged = RunDirectory(recipe.out).checkpoint_path(8)
     with next((damaged / "model").glob("*.distcp")).open("r+b") as file:
         file.write(b"\xff")
@@ -176,7 +175,7 @@ def test_a_damaged_checkpoint_is_named_and_passed_over(
     assert event["reason"].startswith("model/__0_0.distcp has other bytes than were saved")
     assert "from step 4" in said
     assert rows(recipe, *_CURVE) == straight
-    torch.testing.assert_close(_all_saved(recipe, 8), saved, rtol=0, atol=0)
+    torch.testing.assert_close(all_saved(recipe, 8), saved, rtol=0, atol=0)
     train(recipe, Console(soft_wrap=True))
     assert "warning" not in capsys.readouterr().out
 
@@ -190,13 +189,11 @@ def fewer(shapes_catalog: Path, tmp_path: Path) -> Path:
 
 
 def test_steps_after_the_last_checkpoint_are_trained_again_and_audited_once(
-    small_recipe: MakeRecipe,
+    small_recipe: Recipes,
 ) -> None:
-    recipe = small_recipe("training.steps=20", "checkpoint.every=8")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("training.steps=20", "checkpoint.every=8")
     run, before = RunDirectory(recipe.out), rows(recipe, *_CURVE)
-    for step in (16, 20):
-        shutil.rmtree(run.checkpoint_path(step))
+    forget_after(recipe, 8)
     assert train(recipe, QUIET).start_step == 8
     assert rows(recipe, *_CURVE) == before
     found = audit(run)
@@ -220,15 +217,13 @@ _STAGES = (
 
 
 @pytest.fixture
-def staged(small_recipe: MakeRecipe) -> Recipe:
+def staged(small_recipe: Recipes) -> Recipe:
     """A run whose stages change learning rate, warm-up, EMA, batch, shift and dropout."""
-    recipe = small_recipe(*_STAGES)
-    train(recipe, QUIET)
-    return recipe
+    return small_recipe.trained(*_STAGES)
 
 
 def test_stages_change_what_they_say_and_a_resume_is_exact_anywhere(staged: Recipe) -> None:
-    run, before, last = RunDirectory(staged.out), rows(staged, *_ROW), _all_saved(staged, 12)
+    run, before, last = RunDirectory(staged.out), rows(staged, *_ROW), all_saved(staged, 12)
     rates = [rate for (rate,) in rows(staged, "learning_rate")]
     assert rates[4:] == pytest.approx([3e-3, *(1e-3 * n / 4 for n in (1, 2, 3, 4)), *[2e-3] * 3])
     found = read_ledger(run.ledger_path)
@@ -253,16 +248,15 @@ def test_stages_change_what_they_say_and_a_resume_is_exact_anywhere(staged: Reci
     stages = found.history[-1]["order"]["stages"]  # the ledger has them too
     assert [each["global_batch_size"] for each in stages] == [None, 8, 6]
     for step in (5, 7, 9):  # in the ramp at its border, in the warm-up, at a border
-        for later in (each for each in run.checkpoint_steps() if each > step):
-            shutil.rmtree(run.checkpoint_path(later))
+        forget_after(staged, step)
         assert train(staged, QUIET).start_step == step
         assert rows(staged, *_ROW) == before, step
-        torch.testing.assert_close(_all_saved(staged, 12), last, rtol=0, atol=0)
+        torch.testing.assert_close(all_saved(staged, 12), last, rtol=0, atol=0)
     assert audit(run).ok
 
 
 def test_a_rate_restarts_also_in_a_resumed_run_and_the_guard_is_told(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judged: dict[int, tuple[float, int]] = {}
 
@@ -271,12 +265,11 @@ def test_a_rate_restarts_also_in_a_resumed_run_and_the_guard_is_told(
         return OK
 
     monkeypatch.setattr("longtake.training.guard_runner.judge", judge)
-    recipe = small_recipe(
+    recipe = small_recipe.trained(
         *("optimizer.schedule=cosine_restarts", "optimizer.schedule_cycles=2"),
         *("optimizer.warmup_steps=0", "training.steps=9", "checkpoint.every=3"),
     )
-    train(recipe, QUIET)
-    run, before, first = RunDirectory(recipe.out), rows(recipe, *_ROW), judged.copy()
+    before, first = rows(recipe, *_ROW), judged.copy()
     full, falling = recipe.optimizer.learning_rate, [1.0, 0.8536, 0.5, 0.1464]
     expected = [*falling, *falling, 0.0]
     rates = [rate for (rate,) in rows(recipe, "learning_rate")]
@@ -284,36 +277,31 @@ def test_a_rate_restarts_also_in_a_resumed_run_and_the_guard_is_told(
     # Each step measures the update before it.
     assert [first[step][0] for step in range(1, 9)] == pytest.approx(expected[:-1], rel=1e-3)
     assert [first[step][1] for step in range(9)] == [0] * 5 + [1] * 4
-    for later in (each for each in run.checkpoint_steps() if each > 3):
-        shutil.rmtree(run.checkpoint_path(later))
+    forget_after(recipe, 3)
     assert train(recipe, QUIET).start_step == 3
     assert rows(recipe, *_ROW) == before
     assert judged == first
 
 
-def test_what_a_stage_sets_is_what_the_recipe_s_own_keys_set(
-    small_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_what_a_stage_sets_is_what_the_recipe_s_own_keys_set(small_recipe: Recipes) -> None:
     same = ("training.steps=5", "training.micro_batch_size=2")
     own = (
         *("training.global_batch_size=8", "optimizer.learning_rate=1.5e-3", "ema.decay=0.15"),
         *("flow.shift=3.0", "data.caption_dropout=0.5"),
     )
-    plain = small_recipe(*same, *own, f"out={tmp_path / 'plain'}")
-    train(plain, QUIET)
+    plain = small_recipe.trained(*same, *own, name="plain")
     stage = (
         '{ name = "all", global_batch_size = 8, learning_rate = 1.5e-3, ema_decay = 0.15, '
         "shift = 3.0, caption_dropout = 0.5 }"
     )
-    staged = small_recipe(*same, f"data.stages=[{stage}]")
-    train(staged, QUIET)
+    staged = small_recipe.trained(*same, f"data.stages=[{stage}]")
     assert rows(staged, *_ROW, "learning_rate") == rows(plain, *_ROW, "learning_rate")
     for name in ("model", "ema/main"):
         torch.testing.assert_close(saved(staged, 5, name), saved(plain, 5, name), rtol=0, atol=0)
 
 
 def test_a_bucket_of_another_batch_size_is_trained_as_a_run_of_that_batch_size(
-    small_recipe: MakeRecipe, tmp_path: Path
+    small_recipe: Recipes, tmp_path: Path
 ) -> None:
     """In as many micro-batches as the recipe's batch: two of three clips instead of two of two.
 
@@ -327,11 +315,11 @@ def test_a_bucket_of_another_batch_size_is_trained_as_a_run_of_that_batch_size(
         ("own", 4, 2, f"data.buckets=[{{ {shape}, batch_size = 6 }}]"),
         ("tokens", 4, 2, f"data.tokens_per_batch={7 * tokens - 1}"),
     ):
-        recipe = small_recipe(
+        recipe = small_recipe.trained(
             *("training.steps=4", f"training.global_batch_size={size}", own),
-            *(f"training.micro_batch_size={micro}", f"out={tmp_path / name}"),
+            f"training.micro_batch_size={micro}",
+            name=name,
         )
-        train(recipe, QUIET)
         found[name] = rows(recipe, *_ROW)
         run = RunDirectory(recipe.out)
         assert (read_ledger(run.ledger_path).step == 1).sum() == 6
@@ -341,7 +329,7 @@ def test_a_bucket_of_another_batch_size_is_trained_as_a_run_of_that_batch_size(
 
 
 def test_a_run_resumes_with_another_catalog_as_the_recipe_says(
-    small_recipe: MakeRecipe, fewer: Path, capsys: pytest.CaptureFixture[str]
+    small_recipe: Recipes, fewer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else it is refused; what it consumed is proved afterwards, resumed once more or not."""
     constant, other = "optimizer.schedule=constant", f"data.catalog={fewer}"
@@ -368,9 +356,8 @@ def test_a_run_resumes_with_another_catalog_as_the_recipe_says(
     assert 64 not in whole
 
 
-def test_a_finished_run_trains_nothing_and_refuses_another_recipe(small_recipe: MakeRecipe) -> None:
-    recipe = small_recipe("training.steps=2")
-    train(recipe, QUIET)
+def test_a_finished_run_trains_nothing_and_refuses_another_recipe(small_recipe: Recipes) -> None:
+    recipe = small_recipe.trained("training.steps=2")
     curve = rows(recipe, *_CURVE)
     outcome = train(recipe, QUIET)
     assert (outcome.start_step, outcome.end_step, outcome.interrupted_by) == (2, 2, None)
@@ -381,11 +368,12 @@ def test_a_finished_run_trains_nothing_and_refuses_another_recipe(small_recipe: 
     assert _files(recipe.out) == before
 
 
-def test_the_recorded_precision_is_kept(small_recipe: MakeRecipe) -> None:
-    recipe = small_recipe("training.steps=4", "checkpoint.every=2", "training.precision=auto")
-    train(recipe, QUIET)
+def test_the_recorded_precision_is_kept(small_recipe: Recipes) -> None:
+    recipe = small_recipe.trained(
+        "training.steps=4", "checkpoint.every=2", "training.precision=auto"
+    )
+    forget_after(recipe, 2)
     run = RunDirectory(recipe.out)
-    shutil.rmtree(run.checkpoint_path(4))
     folder = run.checkpoint_path(2)
     trainer = files.load_trainer(folder, files.SampledTrainer)
     other = {"bf16": "fp32", "fp32": "bf16"}[trainer["precision"]]
@@ -396,7 +384,7 @@ def test_the_recorded_precision_is_kept(small_recipe: MakeRecipe) -> None:
 
 
 def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
-    small_recipe: MakeRecipe,
+    small_recipe: Recipes,
 ) -> None:
     recipe = small_recipe(
         "optimizer.learning_rate=1e30", "optimizer.warmup_steps=0", "checkpoint.every=1"
@@ -409,12 +397,11 @@ def test_weights_that_are_no_numbers_stop_a_run_that_has_nothing_to_go_back_to(
 
 
 def test_damaged_lines_of_logs_stop_no_resume(
-    small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+    small_recipe: Recipes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = small_recipe("training.steps=4", "checkpoint.every=2")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("training.steps=4", "checkpoint.every=2")
+    forget_after(recipe, 2)
     run = RunDirectory(recipe.out)
-    shutil.rmtree(run.checkpoint_path(4))
     for path in (run.metrics_path, run.events_path, run.rollbacks_path):
         with path.open("a", encoding="utf-8") as file:
             file.write('[]\n5\n{}\n{"step": "x", "time": 1}\n' + "[" * 60_000 + "\n")
@@ -427,13 +414,12 @@ def test_damaged_lines_of_logs_stop_no_resume(
 
 
 def test_a_resume_without_its_ledger_says_what_can_no_longer_be_proved(
-    small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+    small_recipe: Recipes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As an event too; an audit accuses nobody of what is not known."""
-    recipe = small_recipe("training.steps=4", "checkpoint.every=2")
-    train(recipe, QUIET)
+    recipe = small_recipe.trained("training.steps=4", "checkpoint.every=2")
+    forget_after(recipe, 2)
     run = RunDirectory(recipe.out)
-    shutil.rmtree(run.checkpoint_path(4))
     shutil.rmtree(run.ledger_path)
     train(recipe, Console(soft_wrap=True, width=500))
     assert "`longtake data audit` proves nothing" in capsys.readouterr().out
@@ -444,48 +430,39 @@ def test_a_resume_without_its_ledger_says_what_can_no_longer_be_proved(
 
 
 def test_a_missing_tokenizer_is_made_again_of_the_same_captions_only(
-    small_recipe: MakeRecipe, fewer: Path, capsys: pytest.CaptureFixture[str]
+    small_recipe: Recipes, fewer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of others it would give captions other token ids."""
-    recipe = small_recipe("training.steps=4", "checkpoint.every=2", "data.on_change=merge")
-    train(recipe, QUIET)
+    changes = ("training.steps=4", "checkpoint.every=2", "data.on_change=merge")
+    recipe = small_recipe.trained(*changes)
+    forget_after(recipe, 2)
     run = RunDirectory(recipe.out)
-    shutil.rmtree(run.checkpoint_path(4))
     shutil.rmtree(run.components_path / "tokenizer")
-    changed = config.parse(recipe.model_dump(mode="json"), "test").model_copy(
-        update={"data": recipe.data.model_copy(update={"catalog": fewer})}
-    )
     with pytest.raises(RunError, match=r"tokenizer\.json is missing.*other token ids"):
-        train(changed, QUIET)
+        train(small_recipe(*changes, f"data.catalog={fewer}"), QUIET)
     train(recipe, Console(soft_wrap=True, width=500))
     assert "the tokenizer is made again from the same captions" in capsys.readouterr().out
 
 
-def test_a_checkpoint_with_other_weights_is_refused(small_recipe: MakeRecipe) -> None:
-    small = small_recipe("training.steps=2")
-    train(small, QUIET)
+def test_a_checkpoint_with_other_weights_is_refused(small_recipe: Recipes) -> None:
+    small = small_recipe.trained("training.steps=2")
     changed = small_recipe("training.steps=2", "model.config.num_blocks=3")
     RunDirectory(small.out).recipe_path.write_text(config.dump(changed))
     with pytest.raises(CheckpointError, match="recipe that the run was started with"):
         train(changed, QUIET)
 
 
-def test_a_way_to_go_on_is_said_anew_each_time(
-    small_recipe: MakeRecipe, shapes_catalog: Path, tmp_path: Path
-) -> None:
-    other = tmp_path / "other.parquet"
-    catalog = Catalog.load(shapes_catalog)
-    make_catalog(list(catalog.clips())[:60]).save(other)
-    train(small_recipe("training.steps=12", "checkpoint.every=2"), QUIET)
-    run = RunDirectory(tmp_path / "run")
-    shutil.rmtree(run.checkpoint_path(12))
+def test_a_way_to_go_on_is_said_anew_each_time(small_recipe: Recipes, fewer: Path) -> None:
+    short = ("training.steps=12", "checkpoint.every=2")
+    forget_after(small_recipe.trained(*short), 10)
+    run = RunDirectory(small_recipe().out)
     kept = run.recipe_path.read_text()
     away = ('data.stages=[{name="x"}]', "data.on_change=merge")
     with pytest.raises(DataChangedError, match="stage all, which is no longer"):
-        train(small_recipe("training.steps=12", "checkpoint.every=2", *away), QUIET)
+        train(small_recipe(*short, *away), QUIET)
     assert run.recipe_path.read_text() == kept
-    changes = ("training.steps=12", "checkpoint.every=2", f"data.catalog={other}")
-    with pytest.raises(DataChangedError, match="4 removed"):
+    changes = (*short, f"data.catalog={fewer}")
+    with pytest.raises(DataChangedError, match="24 removed"):
         train(small_recipe(*changes), QUIET)
     train(small_recipe(*changes, "data.on_change=merge"), QUIET)
     assert run.recipe().data.on_change == "refuse"
@@ -505,19 +482,17 @@ _ADAPTERS = {
 
 @pytest.mark.parametrize("kind", _ADAPTERS)
 def test_a_run_of_adapters_goes_on_to_the_bit_and_saves_nothing_else(
-    small_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     monkeypatch.chdir(Path(__file__).resolve().parents[2])
     changes = (*_ADAPTERS[kind], "model.config.hidden_size=96", "training.steps=8")
-    straight = small_recipe(*changes, f"out={tmp_path / 'straight'}")
-    train(straight, QUIET)
-    stopped = small_recipe(*changes, "checkpoint.every=4")
-    train(stopped, QUIET)
-    shutil.rmtree(RunDirectory(stopped.out).checkpoint_path(8))
+    straight = small_recipe.trained(*changes, name="straight")
+    stopped = small_recipe.trained(*changes, "checkpoint.every=4")
+    forget_after(stopped, 4)
     assert train(stopped, QUIET).start_step == 4
     assert rows(stopped, *_CURVE) == rows(straight, *_CURVE)
-    saved = _all_saved(stopped, 8)
-    torch.testing.assert_close(saved, _all_saved(straight, 8), rtol=0, atol=0)
+    assert_saved_alike(stopped, straight, 8)
+    saved = all_saved(stopped, 8)
     assert saved["model"].keys() == saved["ema/main"].keys()
     assert all("lora_" in name or "added_modules." in name for name in saved["model"])
     assert {average.dtype for average in saved["ema/main"].values()} == {torch.float32}
@@ -532,7 +507,6 @@ _GUARD = ("training.steps=30", "checkpoint.every=5")
 _HARM = (13, 14)
 """Batches with which the gradient is lost, whatever the state is."""
 _SKIPPED = [11, 17]
-_KILLED_AT = 22
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -549,12 +523,11 @@ class _KilledError(Exception):
 
 def _compute(harm: tuple[int, ...], killed_at: int | None = None) -> Callable[..., SampleLosses]:
     """`compute_gradients`, whose gradients are lost with some batches."""
-    honest = compute_gradients
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         if batch.step == killed_at:
             raise _KilledError
-        samples = honest(session, state, batch)
+        samples = compute_gradients(session, state, batch)
         if batch.step in harm:
             last = list(state.components.model.parameters())[-1]
             assert last.grad is not None
@@ -566,7 +539,7 @@ def _compute(harm: tuple[int, ...], killed_at: int | None = None) -> Callable[..
 
 @pytest.fixture(scope="module")
 def rolled_back(
-    small_recipe_in: Callable[[Path], MakeRecipe], tmp_path_factory: pytest.TempPathFactory
+    small_recipe_in: Callable[[Path], Recipes], tmp_path_factory: pytest.TempPathFactory
 ) -> Recipe:
     """A run that went back once, and came to its end."""
     recipe = small_recipe_in(tmp_path_factory.mktemp("rolled_back"))(*_GUARD)
@@ -640,26 +613,28 @@ def test_the_report_has_batch_and_state(rolled_back: Recipe) -> None:
     assert report["history"][-1]["verdict"] == "skip"
 
 
-@pytest.mark.parametrize("killed_at", [_KILLED_AT, 18])
+@pytest.mark.parametrize(("killed_at", "start_step"), [(22, 15), (18, 10)])
 def test_killed_after_it_went_back_it_is_the_same(
-    rolled_back: Recipe, small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, killed_at: int
+    rolled_back: Recipe,
+    small_recipe: Recipes,
+    monkeypatch: pytest.MonkeyPatch,
+    killed_at: int,
+    start_step: int,
 ) -> None:
     recipe = small_recipe(*_GUARD)
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM, killed_at))
     with pytest.raises(_KilledError):
         train(recipe, QUIET)
-    monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
-    outcome = train(recipe, QUIET)
-    assert outcome.start_step == (15 if killed_at == _KILLED_AT else 10)
+    assert train(recipe, QUIET).start_step == start_step
     assert len(events(recipe, "rolled_back")) == 1
     assert rows(recipe, *_ROW) == rows(rolled_back, *_ROW)
-    torch.testing.assert_close(_all_saved(recipe, 30), _all_saved(rolled_back, 30), rtol=0, atol=0)
+    assert_saved_alike(recipe, rolled_back, 30)
     assert audit(RunDirectory(recipe.out)).ok
 
 
 def test_killed_while_it_goes_back_it_is_the_same(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def killed(*_: object, **__: object) -> None:
         raise _KilledError
@@ -674,13 +649,12 @@ def test_killed_while_it_goes_back_it_is_the_same(
     monkeypatch.undo()
     monkeypatch.setattr(loop, "compute_gradients", _compute(harm))
     assert train(recipe, QUIET).start_step == 10
-    straight = small_recipe(*_GUARD, "checkpoint.keep=9", f"out={recipe.out}-straight")
-    train(straight, QUIET)
+    straight = small_recipe.trained(*_GUARD, "checkpoint.keep=9", name="straight")
     assert rows(recipe, *_ROW) == rows(straight, *_ROW)
 
 
 def test_a_run_that_cannot_be_helped_stops(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After a number of rollbacks without progress; the error says what, where and how to look."""
     recipe = small_recipe(*_GUARD, "guard.max_rollbacks=2")
@@ -693,7 +667,7 @@ def test_a_run_that_cannot_be_helped_stops(
 
 
 def test_without_a_checkpoint_from_before_it_stops(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipe(*_GUARD, "checkpoint.every=100")
     monkeypatch.setattr(loop, "compute_gradients", _compute(_HARM))
@@ -703,7 +677,7 @@ def test_without_a_checkpoint_from_before_it_stops(
 
 @pytest.mark.parametrize("mode", ["report", "off"])
 def test_a_guard_that_does_not_act_stops_at_what_is_no_number(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, mode: str
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
     """Nobody may go on with it; the update is not made."""
     recipe = small_recipe(*_GUARD, f"guard.mode={mode}")

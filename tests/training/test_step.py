@@ -9,13 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
-from tests.build import ALONE, TINY_WAN, MakeRecipe, events
+from tests.build import ALONE, TINY_WAN, MakeRecipe, events, quiet_session
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, ParallelSection, Recipe
@@ -26,14 +24,12 @@ from longtake.data.stages import StagePosition
 from longtake.models.base import Defaults
 from longtake.models.components import assemble
 from longtake.models.text import NO_CAPTION
-from longtake.optim.build import build_optimizers
-from longtake.optim.update import Averages
 from longtake.parallel.fsdp import clip_gradients, squares
 from longtake.parallel.mesh import join
-from longtake.run_dir import RunDirectory
-from longtake.training.inputs import InputQueue, clips_not_encoded, encode_captions, prepare
+from longtake.training.build import build_state
+from longtake.training.inputs import clips_not_encoded, encode_captions, prepare
 from longtake.training.record import Recorder
-from longtake.training.session import Session, TrainingState
+from longtake.training.session import TrainingState
 from longtake.training.step import (
     ComputeTimer,
     apply_update,
@@ -43,18 +39,10 @@ from longtake.training.step import (
 )
 
 
-def _session(recipe: Recipe) -> Session:
-    return Session(recipe, RunDirectory(recipe.out), ALONE, Console(quiet=True), "fp32")
-
-
-def _state(recipe: Recipe, tmp_path: Path) -> TrainingState:
+def _state(recipe: Recipe) -> TrainingState:
     assert recipe.data.catalog is not None
     captions = Catalog.load(recipe.data.catalog).captions()
-    parts = assemble(recipe, captions, tmp_path / "components")
-    blocks = parts.family.blocks(parts.model)
-    optimizers = build_optimizers(parts.model, blocks, recipe.optimizer, "fp32")
-    averages = Averages(parts.model, recipe.ema.averages())
-    return TrainingState(parts, optimizers, averages, InputQueue(parts, recipe, ALONE.device))
+    return build_state(quiet_session(recipe), assemble(recipe, captions, None))
 
 
 def _batches(recipe: Recipe, count: int) -> Iterator[Batch]:
@@ -72,14 +60,14 @@ def _gradients(state: TrainingState) -> list[Tensor]:
 
 @pytest.mark.parametrize("scale", [0.0, -20.0])
 def test_a_first_loss_above_that_of_predicting_zero_is_said(
-    small_recipe: MakeRecipe, tmp_path: Path, scale: float
+    small_recipe: MakeRecipe, scale: float
 ) -> None:
     """Both micro-batches count; the loss of a release whose velocity is 0 everywhere is equal."""
     recipe = small_recipe("training.micro_batch_size=2")
-    state, (batch,) = _state(recipe, tmp_path), _batches(recipe, 1)
+    state, (batch,) = _state(recipe), _batches(recipe, 1)
     state.components.model.register_forward_hook(lambda module, args, out: out * scale)
     released = recipe.model.model_copy(update={"pretrained": "mine/release"})
-    session = _session(recipe.model_copy(update={"model": released}))
+    session = quiet_session(recipe.model_copy(update={"model": released}))
     session.run.path.mkdir(parents=True)
     losses = compute_gradients(session, state, batch)
     with Recorder(session, None, 0, {}) as recorder:
@@ -92,14 +80,14 @@ def test_a_first_loss_above_that_of_predicting_zero_is_said(
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_micro_batches_change_no_loss(small_recipe: MakeRecipe, tmp_path: Path, kind: str) -> None:
+def test_micro_batches_change_no_loss(small_recipe: MakeRecipe, kind: str) -> None:
     curves = []
     for micro in ((), ("training.micro_batch_size=4",), ("training.micro_batch_size=2",)):
         recipe = small_recipe("training.global_batch_size=8", f"optimizer.kind={kind}", *micro)
-        state, losses = _state(recipe, tmp_path), []
+        state, losses = _state(recipe), []
         for batch in _batches(recipe, 12):
-            losses.append(sum(compute_gradients(_session(recipe), state, batch).losses) / 8)
-            apply_update(_session(recipe), state, _norm(state), 1.0, batch.position)
+            losses.append(sum(compute_gradients(quiet_session(recipe), state, batch).losses) / 8)
+            apply_update(quiet_session(recipe), state, _norm(state), 1.0, batch.position)
         curves.append(losses)
     assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[2] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
@@ -120,12 +108,10 @@ def _part(batch: Batch, order: list[int]) -> Batch:
 
 
 @pytest.mark.parametrize("default", [0.0, 1.0])
-def test_unset_caption_dropout_is_the_familys(
-    small_recipe: MakeRecipe, tmp_path: Path, default: float
-) -> None:
+def test_unset_caption_dropout_is_the_familys(small_recipe: MakeRecipe, default: float) -> None:
     recipe = small_recipe()
     (batch,) = _batches(recipe, 1)
-    parts = replace(_state(recipe, tmp_path).components, defaults=Defaults(caption_dropout=default))
+    parts = replace(_state(recipe).components, defaults=Defaults(caption_dropout=default))
     captions = [NO_CAPTION] * 4 if default else list(batch.captions)
     told = prepare(batch, parts, recipe, torch.device("cpu")).conditioning
     assert torch.equal(told["token_ids"], parts.text.encode(captions)["token_ids"])
@@ -135,9 +121,7 @@ def test_unset_caption_dropout_is_the_familys(
 
 
 @pytest.mark.parametrize("micro", [(), ("training.micro_batch_size=2",)])
-def test_stand_ins_change_nothing(
-    small_recipe: MakeRecipe, tmp_path: Path, micro: tuple[str, ...]
-) -> None:
+def test_stand_ins_change_nothing(small_recipe: MakeRecipe, micro: tuple[str, ...]) -> None:
     """Loss, norm and gradient are those of the smaller batch without them, wherever they lie."""
     recipe = small_recipe("training.global_batch_size=8", "optimizer.max_grad_norm=0.05", *micro)
     (batch,) = _batches(recipe, 1)
@@ -146,8 +130,8 @@ def test_stand_ins_change_nothing(
     padded.weights[[1, 3, 6]] = 0.0
     found = []
     for each in (_part(batch, [0, 1, 2, 3, 4]), padded):
-        state = _state(recipe, tmp_path)
-        losses = compute_gradients(_session(recipe), state, each).losses
+        state = _state(recipe)
+        losses = compute_gradients(quiet_session(recipe), state, each).losses
         scale = recipe.training.global_batch_size / 5
         loss_sum = sum(
             weight * loss for weight, loss in zip(each.weights.tolist(), losses, strict=True)
@@ -162,14 +146,14 @@ def test_stand_ins_change_nothing(
     torch.testing.assert_close(same_gradient, gradient, rtol=1e-4, atol=1e-8)
 
 
-def test_an_update_counts_and_drops_the_gradients(small_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_an_update_counts_and_drops_the_gradients(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("optimizer.warmup_steps=4", "optimizer.learning_rate=1e-3")
-    state = _state(recipe, tmp_path)
+    state = _state(recipe)
     name, weight = list(state.components.model.named_parameters())[-1]
     before = weight.detach().clone()
     (batch,) = _batches(recipe, 1)
-    compute_gradients(_session(recipe), state, batch)
-    rate = apply_update(_session(recipe), state, 1.0, 1.0, batch.position)
+    compute_gradients(quiet_session(recipe), state, batch)
+    rate = apply_update(quiet_session(recipe), state, 1.0, 1.0, batch.position)
     assert rate == pytest.approx(1e-3 / 5)
     assert state.global_step == 1
     assert _gradients(state) == []
@@ -180,9 +164,9 @@ def test_an_update_counts_and_drops_the_gradients(small_recipe: MakeRecipe, tmp_
     assert not torch.equal(weight, before)
 
 
-def test_a_samples_randomness_is_its_own(small_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_a_samples_randomness_is_its_own(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe("training.global_batch_size=32", "data.caption_dropout=0.5")
-    parts = _state(recipe, tmp_path).components
+    parts = _state(recipe).components
     (batch,) = _batches(recipe, 1)
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0)).tolist()[:20]
     other = _part(batch, order)
@@ -204,12 +188,10 @@ def test_a_samples_randomness_is_its_own(small_recipe: MakeRecipe, tmp_path: Pat
 _ENCODED = (*TINY_WAN, "training.global_batch_size=7")
 
 
-def test_what_is_encoded_does_not_depend_on_its_neighbours(
-    small_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_what_is_encoded_does_not_depend_on_its_neighbours(small_recipe: MakeRecipe) -> None:
     """Bitwise, though convolutions round otherwise in other batches: so it can be cached."""
     recipe = small_recipe(*_ENCODED)
-    parts = _state(recipe, tmp_path).components
+    parts = _state(recipe).components
     (batch,) = _batches(recipe, 1)
     whole = prepare(batch, parts, recipe, ALONE.device)
     pictures = {"pose": batch.videos[:, :, :1], "scene": batch.videos[:, :, 1:2]}
@@ -227,12 +209,10 @@ def test_what_is_encoded_does_not_depend_on_its_neighbours(
         assert torch.equal(embeds, whole.conditioning["prompt_embeds"][order])
 
 
-def test_latents_from_a_cache_are_taken_as_they_are(
-    small_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_latents_from_a_cache_are_taken_as_they_are(small_recipe: MakeRecipe) -> None:
     halves = "training.global_batch_size=6", "training.micro_batch_size=2"
     recipe = small_recipe(*_ENCODED, "data.caption_dropout=0.5", *halves)
-    parts = _state(recipe, tmp_path).components
+    parts = _state(recipe).components
     (batch,) = _batches(recipe, 1)
     expected = prepare(batch, parts, recipe, ALONE.device)
     cached = replace(
@@ -249,7 +229,7 @@ def test_latents_from_a_cache_are_taken_as_they_are(
     assert torch.equal(found.conditioning["prompt_embeds"], embeds)
     assert not torch.equal(embeds, cached.conditioning["prompt_embeds"])
     losses = [
-        compute_gradients(_session(recipe), _state(recipe, tmp_path), each).losses
+        compute_gradients(quiet_session(recipe), _state(recipe), each).losses
         for each in (batch, cached)
     ]
     assert losses[0] == losses[1]
@@ -320,11 +300,9 @@ if __name__ == "__main__":
     _as_one_of_two()
 
 
-def test_a_clip_that_is_encoded_to_nan_is_named_and_no_other(
-    small_recipe: MakeRecipe, tmp_path: Path
-) -> None:
+def test_a_clip_that_is_encoded_to_nan_is_named_and_no_other(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe(*_ENCODED)
-    parts = _state(recipe, tmp_path).components
+    parts = _state(recipe).components
     (batch,) = _batches(recipe, 1)
     losses = [math.nan, *[1.0] * (len(batch.identities) - 1)]
     found = partial(clips_not_encoded, batch, losses, parts, recipe, ALONE.device)
