@@ -274,7 +274,7 @@ def test_the_command_serves_a_run_and_ends(
     command = [*warm, "1", "-m", "longtake", "evaluate", str(run.path), "--presets", str(own)]
     command += ["--backlog", "newest", "--json", "--device", "cpu"]
     ended = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
+        command, capture_output=True, text=True, cwd=tmp_path, timeout=600, check=False
     )
     assert ended.returncode == 0, ended.stderr
     (scores,) = json.loads(ended.stdout)["evaluation_finished"]
