@@ -568,7 +568,7 @@ def test_it_goes_back_and_round_the_batches(rolled_back: Recipe) -> None:
 
 
 def test_a_clip_that_is_encoded_to_nan_is_recorded_before_its_step_ends_the_run(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = small_recipe(*_GUARD, 'guard.mode="report"')
     honest, harmed = compute_gradients, list[str]()
