@@ -133,7 +133,7 @@ def test_a_comparison_has_only_keys_that_differ(told: RunDirectory) -> None:
     other.recipe_path.write_text(text)
     runs = [_reader(told).facts(), _reader(other).facts()]
     assert differing_keys(runs) == [("training.global_batch_size", ["4", "8"])]
-    html = render_comparison(told.path.parent, runs, LINKS)
+    html = render_comparison(runs, LINKS)
     assert [each["name"] for each in _embedded(html, "curves")] == ["run", "other"]
 
 

@@ -51,7 +51,6 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
     # isdecimal() alone accepts digits of other scripts; 15 digits fit into 64 bits.
     step = int(asked) if asked.isascii() and asked.isdecimal() and len(asked) <= 15 else None
     data = data_facts.read_data(facts)
-    current = current_batch(facts)
     batches, num_verdicts = batch_facts.batches_around_verdicts(facts, step)
     ledger, trouble = None, ""
     try:
@@ -65,8 +64,7 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
         page="data",
         facts=facts,
         status=status_of(facts),
-        **catalog_values(data, current),
-        current=current,
+        **catalog_values(data, current_batch(facts)),
         ledger=ledger,
         epochs=[] if ledger is None else ledger.rows[-_MOST_EPOCHS:],
         ledger_problem=trouble,

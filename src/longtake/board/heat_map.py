@@ -31,13 +31,8 @@ class PhaseLook:
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = {
-    "start": PhaseLook("S"),
+    **dict.fromkeys(("start", "open", "plan", "build", "load", "cache"), PhaseLook("S")),
     "rendezvous": PhaseLook("M"),
-    "open": PhaseLook("S"),
-    "plan": PhaseLook("S"),
-    "build": PhaseLook("S"),
-    "load": PhaseLook("S"),
-    "cache": PhaseLook("S"),
     "data": PhaseLook("D", "4"),
     "forward": PhaseLook("F", "1"),
     "backward": PhaseLook("B", "5"),

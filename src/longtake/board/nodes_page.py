@@ -64,7 +64,6 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
         num_ranks=len(ranks),
         states=Counter(node.state for node in nodes),
         phases=_phases_now(ranks),
-        letters={name: each.letter for name, each in heat_map.PHASES.items()},
         maps=maps,
         choices=choices,
         outlier_key=heat_map.outlier_key(),

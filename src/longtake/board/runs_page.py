@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from longtake import config
-from longtake.board.overview import said_of_speed, spelled, status_line
+from longtake.board.overview import spelled, status_line
 from longtake.board.pages import PageLinks, render
 from longtake.board.plots import PANELS, series_payload
 from longtake.inspection.reader import RunFacts
@@ -44,16 +44,15 @@ def render_runs(folder: Path, summaries: Sequence[RunSummary], links: PageLinks)
                 is_video=(summary.sample or "").endswith(".mp4"),
             )
         )
-    return render("runs.html", links, folder=folder, runs=runs, said_of_speed=said_of_speed)
+    return render("runs.html", links, folder=folder, runs=runs)
 
 
-def render_comparison(folder: Path, runs: Sequence[RunFacts], links: PageLinks) -> str:
+def render_comparison(runs: Sequence[RunFacts], links: PageLinks) -> str:
     """Return a page with the curves of runs in one plot, and the recipe keys that differ."""
     query = {"names": ",".join(_COMPARED), "pixels": "1000"}
     return render(
         "compare.html",
         links,
-        folder=folder,
         runs=runs,
         keys=differing_keys(runs),
         panels=[each for each in PANELS if set(each.names) & set(_COMPARED)],

@@ -128,7 +128,6 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
         places=[preset.steps.index(step) for step in shown],
         result=preset.result(choice.step),
         offered=_offered(facts, presets, preset) if links.series(facts.name) else _earlier(preset),
-        earlier=_EARLIER,
         payload=payload,
         # A report cannot load other presets later, so it has their newest samples.
         galleries=[] if links.series(facts.name) else _galleries(facts, links, sampled, preset),

@@ -162,7 +162,7 @@ def show_runs(request: Request) -> Response:
 def show_comparison(request: Request) -> Response:
     board, names = _board(request), request.query_params.getlist("run")
     facts = [board.reader(name).facts() for name in dict.fromkeys(names)]
-    return _html(runs_page.render_comparison(board.folder, facts, board.links), request)
+    return _html(runs_page.render_comparison(facts, board.links), request)
 
 
 def show_page(request: Request) -> Response:
