@@ -13,61 +13,31 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.build import wait_until_still
 from tests.cli.conftest import Call, CallJson, Refuse
 
 from longtake.heartbeat import heartbeat_dir
 
-_PROGRAM = """
-import os, subprocess, sys, time
-from pathlib import Path
-from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
-
-def train(heart):
-    if heart.path.name.startswith("rank_1"):
-        return wait_for_clips(heart)
-    heart.set_phase("collective")
-    print("here", flush=True)
-    time.sleep(600)
-
-def wait_for_clips(heart):
-    heart.set_phase("data")
-    print("here", flush=True)
-    time.sleep(600)
-
-folder = heartbeat_dir(Path(sys.argv[1]))
-heart = HeartbeatWriter(folder, "rank", rank=int(sys.argv[2]), world_size=3)
-heart.set_launch("abcdefgh")
-heart.begin_step(7, "8 frames of 32x32")
-train(heart)
-"""
-_WORKER = """
-import sys, time
-from pathlib import Path
-from longtake.heartbeat import HeartbeatWriter, heartbeat_dir
-heart = HeartbeatWriter(heartbeat_dir(Path(sys.argv[1])), "decode", rank=1)
-heart.set_phase("decode", "identity", "/clips/a.mp4")
-print("here", flush=True)
-time.sleep(600)
-"""
+_RANKS_DO = ("waits", "sleeps", "waits")
+_BEATING = Path(__file__).parents[1] / "monitor" / "beating.py"
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[int]]]:
-    """A run of three ranks and a decoding process, and their process ids; one waits for clips."""
-    folder = tmp_path_factory.mktemp("stacks")
-    run = folder / "run"
+    """A run of three ranks, of which one hangs, and a decoding process, and their process ids."""
+    run = tmp_path_factory.mktemp("stacks") / "run"
     run.mkdir()
     (run / "recipe.toml").touch()
-    (folder / "ranks.py").write_text(_PROGRAM)
-    (folder / "worker.py").write_text(_WORKER)
-    commands = [["ranks.py", str(run), str(rank)] for rank in range(3)] + [["worker.py", str(run)]]
+    command = [sys.executable, "-P", _BEATING, heartbeat_dir(run)]
+    roles = [("rank", f"{rank}", "abcdefgh", then) for rank, then in enumerate(_RANKS_DO)]
     started = [
-        subprocess.Popen([sys.executable, *each], stdout=subprocess.PIPE, cwd=folder)
-        for each in commands
+        subprocess.Popen([*command, *role], stdout=subprocess.PIPE)
+        for role in (*roles, ("decode", "1", "", "sleeps"))
     ]
     for process in started:
         assert process.stdout
-        assert process.stdout.readline() == b"here\n"
+        assert process.stdout.readline() == b"beating\n"
+        wait_until_still(process.pid)
     yield run, [process.pid for process in started]
     for process in started:
         process.kill()
@@ -82,16 +52,15 @@ def test_identical_stacks_are_one_branch(run: tuple[Path, list[int]], call: Call
     assert (code, err) == (0, "")
     lines = [line.strip(" │├└─") for line in out.splitlines()]
     assert lines[0] == f"{path}: 4 processes on {host}"
-    assert lines[1].startswith("3 ranks, all in <module> (")
+    assert lines[1].startswith("3 ranks, all in main (")
     assert lines[2].startswith(f"ranks 0, 2 (on {host})  in a collective for ")
-    assert lines[2].endswith(" s, step 7  not moving, not computing")
-    assert lines[3].startswith("train (")
-    assert lines[3].endswith("ranks.py:11)")
+    assert lines[2].endswith(" s, step 11  not moving, not computing")
+    assert lines[3] == "all_reduce (torch/distributed/distributed_c10d.py:2)"
     at = next(number for number, line in enumerate(lines) if line.startswith("rank 1 "))
-    assert lines[at].startswith(f"rank 1 (process {pids[1]} on {host})  at data for ")
-    assert lines[at + 1].endswith("ranks.py:16)")
+    assert lines[at].startswith(f"rank 1 (process {pids[1]} on {host})  in forward for ")
+    assert re.fullmatch(r"sleeps \(\S*beating\.py:\d+\)", lines[at + 1])
     [worker] = [line for line in lines if line.startswith("of rank 1 ")]
-    assert "decoding /clips/a.mp4 for " in worker
+    assert "decoding /data/bad.mp4 for " in worker
 
 
 def test_a_stopped_one_stands_out(run: tuple[Path, list[int]], call: Call) -> None:
@@ -112,7 +81,8 @@ def test_the_same_as_json(run: tuple[Path, list[int]], call_json: CallJson) -> N
     assert (facts["of"], facts["launch"], facts["silent"]) == (str(path), "abcdefgh", [])
     first = facts["groups"][0]
     assert [each["pid"] for each in first["members"]] == [pids[0], pids[2]]
-    assert [call["function"] for call in first["stack"]] == ["train", "<module>"]
+    functions = [call["function"] for call in first["stack"]]
+    assert functions == ["all_reduce", "<module>", "waits", "main", "<module>"]
     assert first["native"][0]["function"] == "clock_nanosleep"
     assert {each["method"] for each in first["members"]} == {"py-spy --native"}
 
@@ -122,8 +92,8 @@ def test_a_process_by_its_number(run: tuple[Path, list[int]], call: Call) -> Non
     code, out, _ = call("stacks", "--pid", pids[1])
     assert code == 0
     assert out.startswith(f"process {pids[1]}: 1 process on {socket.gethostname()}\n")
-    assert "at data for" in out
-    assert "ranks.py:16)" in out
+    assert "in forward for" in out
+    assert "sleeps (" in out
 
 
 @pytest.mark.parametrize(
