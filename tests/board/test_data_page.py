@@ -46,6 +46,14 @@ def _only(folder: Path, pattern: str) -> Path:
     return path
 
 
+def _catalog(run: RunDirectory) -> Path:
+    return _only(run.catalogs_path, "*.parquet")
+
+
+def _ledger(run: RunDirectory) -> Path:
+    return _only(run.ledger_path, "launch_0000/rank_0000.bin")
+
+
 @pytest.fixture
 def curriculum(tmp_path: Path) -> RunDirectory:
     """30 steps over 41 clips of which 4 have no caption and one file was rejected."""
@@ -63,7 +71,7 @@ def curriculum(tmp_path: Path) -> RunDirectory:
 
 
 def _shown(run: RunDirectory) -> dict[str, Any]:
-    loaded = curriculum_facts.load(_only(run.catalogs_path, "*.parquet"), run.recipe())
+    loaded = curriculum_facts.load(_catalog(run), run.recipe())
     return curriculum_facts.describe(loaded)
 
 
@@ -110,7 +118,7 @@ def test_the_ledger_is_audited_as_data_audit_does(
 
 def test_epochs_are_put_in_words(curriculum: RunDirectory) -> None:
     assert "each clip of these 2 epochs was seen once" in _words(_page(curriculum))
-    path = _only(curriculum.ledger_path, "launch_0000/rank_0000.bin")
+    path = _ledger(curriculum)
     data = path.read_bytes()
     path.write_bytes(data[16:32] + data[16:])  # the second clip in the place of the first
     words = _words(_page(curriculum))
@@ -155,7 +163,7 @@ def test_of_a_large_catalog_the_command_that_shows_it_is_named(
     monkeypatch.setattr(data_facts, limit, 40)
     data = data_facts.read_data(_facts(curriculum))
     assert (data.catalogs, data.summary) == ([], None)
-    words, path = _words(_page(curriculum)), _only(curriculum.catalogs_path, "*.parquet")
+    words, path = _words(_page(curriculum)), _catalog(curriculum)
     assert f"data show {path} {curriculum.recipe_path} --out data.html" in words
     assert "the command compares them" in words
 
@@ -236,61 +244,43 @@ def test_a_run_without_a_readable_recipe_shows_its_catalog(told: RunDirectory) -
     assert "length of all videos 1:04" in words
 
 
-def _cut_catalog(run: RunDirectory) -> None:
-    path = _only(run.catalogs_path, "*.parquet")
-    path.write_bytes(path.read_bytes()[:-100])
-
-
-def _link_catalog(run: RunDirectory) -> None:
-    path = _only(run.catalogs_path, "*.parquet")
-    path.rename(path.with_suffix(".moved"))
-    path.symlink_to(path.with_suffix(".moved"))
-
-
-def _link_catalogs(run: RunDirectory) -> None:
-    run.catalogs_path.rename(run.path / "moved")
-    run.catalogs_path.symlink_to(run.path / "moved")
-
-
-def _lose_catalog(run: RunDirectory) -> None:
-    path = _only(run.catalogs_path, "*.parquet")
-    path.rename(path.with_name("another.parquet"))
-
-
-def _flip_record(run: RunDirectory) -> None:
-    path = _only(run.ledger_path, "launch_0000/rank_0000.bin")
-    path.write_bytes(b"\xff" + path.read_bytes()[1:])
-
-
-def _spoil_launch(run: RunDirectory) -> None:
-    (run.ledger_path / "launch_0001" / "launch.json").write_text("{}")
-
-
-def _link_ledger(run: RunDirectory) -> None:
-    path = _only(run.ledger_path, "launch_0000/rank_0000.bin")
-    path.unlink()
-    path.symlink_to("/etc/passwd")
-
-
-def _spoil_report(run: RunDirectory) -> None:
-    run.guard_report_path(8, 0).write_text('{"step": 8}')
+def _link(path: Path) -> None:
+    path.symlink_to(path.rename(path.with_name("moved")))
 
 
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (_cut_catalog, "is not a catalog of longtake."),
-        (_link_catalog, "is a symbolic link; links are not followed."),
-        (_link_catalogs, "is a symbolic link; links are not followed."),
-        (_lose_catalog, "copy of the catalog catalog is missing"),
-        (_flip_record, "is damaged: the checksum of record 0"),
-        (_spoil_launch, "launch.json cannot be read"),
-        (_link_ledger, "rank_0000.bin is a symbolic link; links are not followed."),
-        (_spoil_report, "step_00000008_0.json cannot be read"),
+        (
+            lambda run: _catalog(run).write_bytes(_catalog(run).read_bytes()[:-100]),
+            "is not a catalog of longtake.",
+        ),
+        (lambda run: _link(_catalog(run)), "is a symbolic link; links are not followed."),
+        (lambda run: _link(run.catalogs_path), "is a symbolic link; links are not followed."),
+        (
+            lambda run: _catalog(run).rename(run.catalogs_path / "another.parquet"),
+            "copy of the catalog catalog is missing",
+        ),
+        (
+            lambda run: _ledger(run).write_bytes(b"\xff" + _ledger(run).read_bytes()[1:]),
+            "is damaged: the checksum of record 0",
+        ),
+        (
+            lambda run: (run.ledger_path / "launch_0001" / "launch.json").write_text("{}"),
+            "launch.json cannot be read",
+        ),
+        (
+            lambda run: _link(_ledger(run)),
+            "rank_0000.bin is a symbolic link; links are not followed.",
+        ),
+        (
+            lambda run: run.guard_report_path(8, 0).write_text('{"step": 8}'),
+            "step_00000008_0.json cannot be read",
+        ),
     ],
 )
 def test_what_is_damaged_is_one_sentence_and_the_rest_is_shown(
-    told: RunDirectory, damage: Callable[[RunDirectory], None], said: str
+    told: RunDirectory, damage: Callable[[RunDirectory], object], said: str
 ) -> None:
     damage(told)
     words = _words(_page(told))
@@ -321,7 +311,7 @@ def rejected(
 ) -> tuple[RunDirectory, Path]:
     """A run with a clip that could not be decoded, and is whole up to frame 3 of 8."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    catalog = Catalog.load(_only(told.catalogs_path, "*.parquet"))
+    catalog = Catalog.load(_catalog(told))
     clip = catalog.clip(5)
     told.append_event(
         "sample_rejected", step=3, rank=0, identity=clip.identity, reason="it is broken"

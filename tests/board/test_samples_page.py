@@ -61,10 +61,6 @@ def texts(html: str, pattern: str) -> list[str]:
     return [unescape(re.sub(r"<[^>]*>", "", each)).strip() for each in re.findall(pattern, html)]
 
 
-def headings(html: str) -> list[str]:
-    return texts(html, r'data-samples-step="\d+" title="step \d+">(.*?)</button>')
-
-
 def prompts(html: str) -> list[str]:
     return texts(html, r'<th scope="row"><span class="samples-prompt" title=".*?">(.*?)</span>')
 
@@ -79,7 +75,8 @@ def test_prompts_are_down_and_checkpoints_across_the_newest_last(run: RunDirecto
     for step in (80, 40, 1200):
         add_result(run, "shapes", step)
     html = page(run)
-    assert headings(html) == ["40", "80", "1,200"]
+    headings = texts(html, r'data-samples-step="\d+" title="step \d+">(.*?)</button>')
+    assert headings == ["40", "80", "1,200"]
     assert prompts(html) == list(PROMPTS)
     assert "/media/own/evaluations/shapes/step_00000040/01_s0.mp4" in html
     assert "/poster/own/evaluations/shapes/step_00000040/01_s0.mp4" in html

@@ -21,7 +21,6 @@ from longtake.planner.activation_checkpointing import POLICIES
 
 _ROOT = Path(__file__).resolve().parents[2]
 _TINY_FLUX = "examples/tiny_flux_module.toml"
-_NUMBER = (int, float)
 
 _TYPES: dict[str, Any] = {
     "device": str,

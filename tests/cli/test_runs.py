@@ -28,7 +28,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[i
     run = tmp_path_factory.mktemp("stacks") / "run"
     run.mkdir()
     (run / "recipe.toml").touch()
-    command = [sys.executable, "-P", _BEATING, heartbeat_dir(run)]
+    command = [sys.executable, "-P", str(_BEATING), str(heartbeat_dir(run))]
     roles = [("rank", f"{rank}", "abcdefgh", then) for rank, then in enumerate(_RANKS_DO)]
     started = [
         subprocess.Popen([*command, *role], stdout=subprocess.PIPE)

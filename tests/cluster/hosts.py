@@ -35,7 +35,6 @@ _SSH_TOOLS = ("ssh", "sshd", "ssh-keygen")
 _NETWORK = "10.77.0."
 _SWITCH = "switch"  # the host with the bridge to which all links go
 _SWITCH_ADDRESS = f"{_NETWORK}1"
-_CLONE_NEWNET = 0x40000000  # from linux/sched.h
 _SSHD_SECONDS = 120.0
 _INIT = "echo ready; sleep infinity & while :; do wait; done"  # wait reaps orphans
 _BRIDGE: tuple[tuple[str, ...], ...] = (

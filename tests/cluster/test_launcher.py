@@ -17,7 +17,7 @@ from longtake.cluster.launcher import classify_exit
 from longtake.failures import RankFailure
 from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
-from longtake.heartbeat import Heartbeat, heartbeat_dir, read_heartbeats
+from longtake.heartbeat import heartbeat_dir, read_heartbeats
 from longtake.process import environment, program
 
 _SECONDS = 300.0
@@ -50,11 +50,6 @@ def _launch(
             then(process)
         said, _ = process.communicate(timeout=_SECONDS)
     return LaunchResult(process.returncode, said)
-
-
-def _ranks(site: TrainingSite) -> list[Heartbeat]:
-    found = read_heartbeats(heartbeat_dir(site.run.path))
-    return [heartbeat for heartbeat in found if heartbeat.role == "rank" and heartbeat.is_alive]
 
 
 def _wait_for_rows(process: "subprocess.Popen[str]", site: TrainingSite, count: int) -> None:
@@ -148,7 +143,8 @@ def restarted(site: TrainingSite) -> LaunchResult:
 
     def kill(process: "subprocess.Popen[str]") -> None:
         _wait_for_rows(process, site, 8)
-        (second,) = (each for each in _ranks(site) if each.rank == 1)
+        hearts = read_heartbeats(heartbeat_dir(site.run.path))
+        (second,) = (each for each in hearts if each.rank == 1 and each.role == "rank")
         os.kill(second.pid, signal.SIGKILL)
         (site.folder / "fast").touch()
 

@@ -316,16 +316,12 @@ def test_without_a_watcher_this_nodes_processes_are_read(run: RunDirectory) -> N
     heart.close()
 
 
-def test_nobody_is_there(run: RunDirectory, tmp_path: Path) -> None:
+def test_nobody_is_there(run: RunDirectory) -> None:
     with pytest.raises(RunError, match=r"No process of .* runs: .*longtake show"):
         dump_run(run, native=False)
-    with pytest.raises(RunError, match=r"is not a run directory: it has no recipe\.toml"):
-        dump_run(RunDirectory(tmp_path / "nowhere"), native=False)
 
 
 def test_a_process_that_cannot_be_asked() -> None:
-    with pytest.raises(RunError, match="There is no process 4194305 on this node"):
-        dump_process_tree(2**22 + 1, native=False)
     process = subprocess.Popen(["true"])
     wait_until(lambda: Path(f"/proc/{process.pid}/stat").read_text().split()[2] == "Z")
     with pytest.raises(RunError, match=f"has ended; its parent, {os.getpid()}, has not reaped it"):

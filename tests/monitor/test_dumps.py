@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,14 +31,6 @@ from longtake.stacks import descendants
 pytestmark = pytest.mark.usefixtures("patient_dumps")
 
 _PYTHON = sys.executable
-_EARLIER = """
-import sys
-from pathlib import Path
-from longtake.heartbeat import HeartbeatWriter
-heart = HeartbeatWriter(Path(sys.argv[1]), "rank", rank=5)
-heart.set_launch("earlier.")
-heart.set_phase("forward")
-"""
 
 
 def _dump(folder: Path, rounds: int = 1, **wanted: Any) -> NodeDump:
@@ -174,7 +165,7 @@ def test_whoever_is_gone_is_missed(stage: Any) -> None:
     """Not one that ended as it should, had nothing to do, or is of a launch before this one."""
     stage.rank("sleeps", 0)
     dead, idle = stage.worker("sleeps", 0), stage.worker("idles", 0)
-    subprocess.run([_PYTHON, "-c", _EARLIER, str(stage.folder())], check=True, timeout=300)
+    stage.end(stage.rank("sleeps", 5, launch="earlier."))
     for pid in (dead, idle):
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: {stacks.state_of(pid) for pid in (dead, idle)} == {"Z"})

@@ -186,10 +186,6 @@ def test_a_full_disk_is_told_when_there_is_room(stage: Any) -> None:
     wait_until(lambda: stage.events("disk_full") and stage.events("rank_failed"))
 
 
-def _watched_pids(stage: Any) -> set[int]:
-    return {each["pid"] for each in stage.node().read_heartbeat().get("ranks", ())}
-
-
 @pytest.mark.slow
 def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> None:
     """What `train` starts takes over when the other ends; a person is told and left alone."""
@@ -212,7 +208,8 @@ def test_one_waits_for_another_and_one_by_hand_says_who_watches(stage: Any) -> N
 def test_by_hand_it_follows_the_next_launch(stage: Any) -> None:
     watcher = stage.watcher("--by-hand")
     pid = stage.rank("steps")
-    wait_until(lambda: pid in _watched_pids(stage))
+    node = stage.node()
+    wait_until(lambda: pid in {rank["pid"] for rank in node.read_heartbeat().get("ranks", ())})
     stage.end(pid)
     wait_until(lambda: stage.events("rank_failed"))
     stage.rank("sleeps", launch="efgh5678")
