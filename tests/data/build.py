@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from PIL import Image
 from tests.data.catalogs import make_catalog
 
-from longtake.config import DataSection
+from longtake import config
+from longtake.config import DataSection, Recipe
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Item, Media
@@ -65,9 +66,24 @@ def clip(number: int, **fields: Any) -> Clip:
 
 def section(**values: Any) -> DataSection:
     """A recipe's section over a square bucket and a wide one."""
-    shapes = [{"num_frames": 4, "height": 16, "width": width} for width in (16, 32)]
     where = {} if "catalogs" in values else {"catalog": "c.parquet"}
-    return DataSection.model_validate({**where, "buckets": shapes, **values})
+    return DataSection.model_validate({**where, "buckets": [shape(16), shape(32)], **values})
+
+
+def shape(width: int = 16, **others: Any) -> dict[str, Any]:
+    """A bucket of a recipe."""
+    return {"num_frames": 4, "height": 16, "width": width, **others}
+
+
+def recipe_of(out: Path, **data: Any) -> Recipe:
+    """A recipe of 100 steps with batches of 4 clips."""
+    values = {
+        "out": out,
+        "data": data,
+        "model": {"family": "tubelet"},
+        "training": {"steps": 100, "global_batch_size": 4},
+    }
+    return config.parse(json.loads(json.dumps(values, default=str)), "test")
 
 
 def pictures_of(path: str, rotation: int = 0, stream_index: int = 0) -> NDArray[np.uint8]:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from tests.data.build import write_greys
 
+from longtake.data.catalog import Catalog
 from longtake.data.index import index
 
 
@@ -17,6 +18,12 @@ def stills(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = folder / "catalog.parquet"
     index([folder], captions=None, out=out)
     return out
+
+
+@pytest.fixture
+def shapes(shapes_catalog: Path) -> Catalog:
+    """64 captioned clips of eight frames."""
+    return Catalog.load(shapes_catalog)
 
 
 @pytest.fixture

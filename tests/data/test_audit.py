@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.build import PlannedRun, catalog_of, names_of, on_ranks, section
+from tests.data.build import PlannedRun, catalog_of, names_of, on_ranks, recipe_of, section, shape
 from tests.data.catalogs import make_catalog
 
-from longtake import config
 from longtake.config import DataSection, Recipe
 from longtake.data.audit import Audit, EpochAudit, audit
 from longtake.data.catalog import Catalog
@@ -38,13 +37,7 @@ _NUM_CLIPS = 26  # of the fixture stills
 
 def _begin_run(path: Path, **data: Any) -> Recipe:
     """The recipe of a run whose directory is there."""
-    values = {
-        "out": path,
-        "data": data,
-        "model": {"family": "tubelet"},
-        "training": {"steps": 100, "global_batch_size": _BATCH_SIZE},
-    }
-    recipe = config.parse(json.loads(json.dumps(values, default=str)), "test")
+    recipe = recipe_of(path, **data)
     RunDirectory(path).create(recipe)
     return recipe
 
@@ -101,9 +94,7 @@ def test_buckets_and_stages_with_batches_of_their_own_are_exact_over_a_change(
     stages: list[dict[str, Any]] = [{"name": "a", "epochs": 1}]
     stages += [{"name": "b", "epochs": 2, "global_batch_size": 6, "ramp_steps": 4}]
     stages[1]["where"] = ["num_frames >= 10"]
-    shape = {"num_frames": 4, "height": 16, "width": 16}
-    shapes: list[dict[str, Any]] = [shape, shape | {"width": 32, "batch_size": 2}]
-    shapes += [shape | {"num_frames": 2, "share": 0.4}]
+    shapes = [shape(), shape(32, batch_size=2), shape(num_frames=2, share=0.4)]
     fewer, more = (catalog_of(range(count), num_frames=lambda n: 4 + n) for count in (22, 26))
     run = _Run(tmp_path, fewer, stages=stages, buckets=shapes)
     run.launch(5, world_size=2)
@@ -254,8 +245,8 @@ class _RolledBackRun:
     """
 
     def __init__(self, path: Path, catalog: Path, **data: Any) -> None:
-        shape = {"num_frames": 1, "height": 16, "width": 16}
-        self.recipe = _begin_run(path, catalog=catalog, buckets=[shape], workers=0, **data)
+        still = shape(num_frames=1)
+        self.recipe = _begin_run(path, catalog=catalog, buckets=[still], workers=0, **data)
         self.directory = RunDirectory(path)
         self.rolled_back: list[tuple[int, int]] = []
         self.kept: list[int] = []

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.build import catalog_of, section
+from tests.data.build import catalog_of, recipe_of, section
 
 from longtake import config
 from longtake.config import AutoBucketsSection, Bucket, Recipe
@@ -77,13 +77,8 @@ def test_a_bucket_is_within_the_budget_and_near_its_aspect_ratio(
 
 
 def _recipe(folder: Path, catalog: Path, **auto: Any) -> Recipe:
-    values = {
-        "out": str(folder / "run"),
-        "data": {"catalog": str(catalog), "auto_buckets": {"pixels": 4096, "frames": [4], **auto}},
-        "model": {"family": "tubelet"},
-        "training": {"steps": 2, "global_batch_size": 2},
-    }
-    return config.parse(values, "test")
+    auto = {"pixels": 4096, "frames": [4], **auto}
+    return recipe_of(folder / "run", catalog=catalog, auto_buckets=auto)
 
 
 def test_a_run_keeps_what_it_began_with(tmp_path: Path) -> None:

@@ -42,23 +42,17 @@ def _bucket(width: int, height: int, num_frames: int) -> Bucket:
     return Bucket(num_frames=num_frames, height=height, width=width)
 
 
-@pytest.fixture(scope="session")
-def sized() -> Callable[[Sequence[_Size]], Catalog]:
-    """Makes catalogs whose rows are clips of the given sizes, in the given order."""
-
-    def make(sizes: Sequence[_Size]) -> Catalog:
-        return catalog_of(
-            range(len(sizes)),
-            identity=lambda number: f"{number:032x}",
-            width=lambda number: sizes[number][0],
-            height=lambda number: sizes[number][1],
-            num_frames=lambda number: sizes[number][2],
-        )
-
-    return make
+def _sized(sizes: Sequence[_Size]) -> Catalog:
+    """A catalog whose rows are clips of the given sizes, in the given order."""
+    return catalog_of(
+        range(len(sizes)),
+        identity=lambda number: f"{number:032x}",
+        width=lambda number: sizes[number][0],
+        height=lambda number: sizes[number][1],
+        num_frames=lambda number: sizes[number][2],
+    )
 
 
-_Sized = Callable[[Sequence[_Size]], Catalog]
 _SHAPES = [
     _bucket(64, 64, 9),  # 0
     _bucket(96, 64, 9),  # 1
@@ -79,7 +73,7 @@ def _chosen(
     return found
 
 
-def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
+def test_the_bucket_that_keeps_most_is_chosen() -> None:
     expected = {
         (640, 640, 100): 0,  # the aspect ratio comes first
         (1280, 1280, 9): 0,
@@ -90,7 +84,7 @@ def test_the_bucket_that_keeps_most_is_chosen(sized: _Sized) -> None:
         (640, 640, 1): 4,
         (640, 640, 8): -1,  # too short for the square bucket, and no image
     }
-    assert _chosen(sized(list(expected)), _SHAPES) == list(expected.values())
+    assert _chosen(_sized(list(expected)), _SHAPES) == list(expected.values())
 
 
 _SHARING = [
@@ -116,16 +110,16 @@ _STILLS = {"stills_from_videos": True}
     ],
 )
 def test_a_bucket_with_a_share_gets_clips_that_fit_another_better(
-    sized: _Sized, size: _Size, options: dict[str, Any], expected: list[float]
+    size: _Size, options: dict[str, Any], expected: list[float]
 ) -> None:
     data = section(buckets=_SHARING, **options)
-    members = select(sized([size] * 1000), Stage(name="a"), data).members
+    members = select(_sized([size] * 1000), Stage(name="a"), data).members
     assert list(members.sizes) == [pytest.approx(1000 * share, abs=1) for share in expected]
     assert len(members) == sum(members.sizes) == len(np.unique(members.all_rows())) == 1000
 
 
-def test_videos_are_trained_as_stills_only_where_the_recipe_asks(sized: _Sized) -> None:
-    clips = sized([(400, 600, 100), (640, 640, 8), (640, 640, 2), (400, 600, 1)])
+def test_videos_are_trained_as_stills_only_where_the_recipe_asks() -> None:
+    clips = _sized([(400, 600, 100), (640, 640, 8), (640, 640, 2), (400, 600, 1)])
     assert _chosen(clips, _SHAPES) == [0, -1, -1, 4]
     assert _chosen(clips, _SHAPES, stills=True) == [4, 4, 4, 4]
     members, dropped = sort_into_buckets(clips, _rows(clips), _SHAPES, stride=1)
@@ -133,17 +127,17 @@ def test_videos_are_trained_as_stills_only_where_the_recipe_asks(sized: _Sized) 
     assert dropped == {"a video that only buckets of 1 frame could take": 2}
 
 
-def test_a_few_pixels_are_the_same_aspect_ratio(sized: _Sized) -> None:
-    clips = sized([(960, 640, 20)])
+def test_a_few_pixels_are_the_same_aspect_ratio() -> None:
+    clips = _sized([(960, 640, 20)])
     assert _chosen(clips, [_bucket(960, 640, 9), _bucket(958, 640, 17)]) == [1]
     assert _chosen(clips, [_bucket(960, 640, 9), _bucket(900, 640, 17)]) == [0]
 
 
-def test_a_clip_that_is_too_short_has_no_bucket(sized: _Sized) -> None:
+def test_a_clip_that_is_too_short_has_no_bucket() -> None:
     shapes = [_bucket(64, 64, 9)]
     assert span(shapes[0], stride=3) == 25
-    assert _chosen(sized([(64, 64, 25), (64, 64, 24)]), shapes, stride=3) == [0, -1]
-    assert _chosen(sized([(64, 64, 1)]), [_bucket(64, 64, 1)], stride=3) == [0]
+    assert _chosen(_sized([(64, 64, 25), (64, 64, 24)]), shapes, stride=3) == [0, -1]
+    assert _chosen(_sized([(64, 64, 1)]), [_bucket(64, 64, 1)], stride=3) == [0]
 
 
 def _reference(size: _Size, shapes: Sequence[Bucket], stride: int, *, stills: bool) -> int:
@@ -175,14 +169,14 @@ _shapes = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(sizes=_sizes, shapes=_shapes, stride=st.integers(1, 3), stills=st.booleans())
 def test_all_clips_at_once_are_as_one_by_one(
-    sized: _Sized, sizes: list[_Size], shapes: list[Bucket], stride: int, stills: bool
+    sizes: list[_Size], shapes: list[Bucket], stride: int, stills: bool
 ) -> None:
     expected = [_reference(size, shapes, stride, stills=stills) for size in sizes]
-    assert _chosen(sized(sizes), shapes, stride, stills=stills) == expected
+    assert _chosen(_sized(sizes), shapes, stride, stills=stills) == expected
 
 
-def test_clips_are_sorted_and_what_is_left_out_is_counted(sized: _Sized) -> None:
-    clips = sized([(96, 64, 9), (64, 64, 9), (64, 64, 9), (96, 64, 3), (96, 64, 12)])
+def test_clips_are_sorted_and_what_is_left_out_is_counted() -> None:
+    clips = _sized([(96, 64, 9), (64, 64, 9), (64, 64, 9), (96, 64, 3), (96, 64, 12)])
     rows = np.array([0, 2, 3, 4], np.uint32)
     members, dropped = sort_into_buckets(clips, rows, _SHAPES[:3], stride=1)
     assert [each.tolist() for each in members.rows] == [[2], [0, 4], []]
@@ -193,9 +187,9 @@ def test_clips_are_sorted_and_what_is_left_out_is_counted(sized: _Sized) -> None
 
 
 def test_sorting_in_chunks_and_mapping_from_disk_change_nothing(
-    sized: _Sized, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    clips = sized([(64 + 32 * (n % 2), 64, 9) for n in range(50)])
+    clips = _sized([(64 + 32 * (n % 2), 64, 9) for n in range(50)])
     rows = np.array([*range(16), 17, 40, 48], np.uint32)  # whole, broken and empty chunks
     plain, _ = sort_into_buckets(clips, rows, _SHAPES[:2], stride=1)
     chosen = choose(clips, rows, _SHAPES[:2], stride=1)

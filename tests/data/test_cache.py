@@ -23,14 +23,12 @@ _SHAPE = Bucket(num_frames=4, height=16, width=16)
 @pytest.fixture
 def data(tmp_path: Path) -> DataSection:
     """A section whose pictures lie in a folder of their own."""
-    folder = tmp_path / "pose"
+    path = f"{tmp_path}/pose/{{stem}}.png"
     sections = {
-        "pose": ConditioningSection(kind="picture", path=f"{folder}/{{stem}}.png"),
-        "depth": ConditioningSection(kind="video", path=f"{folder}/{{stem}}.png"),
-        "raw": ConditioningSection(kind="video", path=f"{folder}/{{stem}}.png", encode=False),
-        "camera": ConditioningSection(
-            kind="numbers", path=f"{folder}/{{stem}}.png", width=3, per_frame=True
-        ),
+        "pose": ConditioningSection(kind="picture", path=path),
+        "depth": ConditioningSection(kind="video", path=path),
+        "raw": ConditioningSection(kind="video", path=path, encode=False),
+        "camera": ConditioningSection(kind="numbers", path=path, width=3, per_frame=True),
     }
     return DataSection(catalog=Path("c"), buckets=(_SHAPE,), conditioning=sections)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import catalog_of, load, on_ranks, pictures_of, write_table
+from tests.data.build import catalog_of, load, on_ranks, pictures_of, recipe_of, shape, write_table
 
-from longtake.config import Bucket, ConditioningSection, DataSection, parse
+from longtake.config import Bucket, ConditioningSection, DataSection
 from longtake.data.buckets import sample_window
 from longtake.data.cache import Cache
 from longtake.data.cache_fill import find_missing
@@ -92,15 +92,9 @@ def test_a_pattern_is_read_from_the_clips_folder() -> None:
 
 
 def _refused(section: dict[str, Any], name: str = "pose") -> str:
-    bucket = {"num_frames": 1, "height": 8, "width": 8}
-    values = {
-        "out": "run",
-        "data": {"catalog": "c.parquet", "buckets": [bucket], "conditioning": {name: section}},
-        "model": {"family": "tubelet"},
-        "training": {"steps": 1, "global_batch_size": 1},
-    }
+    data = {"catalog": "c", "buckets": [shape(num_frames=1)], "conditioning": {name: section}}
     with pytest.raises(RecipeError) as caught:
-        parse(values, source="recipe")
+        recipe_of(Path("run"), **data)
     return str(caught.value)
 
 
@@ -519,8 +513,8 @@ def test_numbers_and_masks_of_a_batch_come_through_workers(film: Path, tmp_path:
     for rank, batch in enumerate(load(loader, 0) for loader in ranks):
         for name, of_both in other.inputs.items():
             np.testing.assert_array_equal(batch.inputs[name], of_both[rank : rank + 1])
-    for name, shape in (("camera", (2, 3, 12)), ("mask", (2, 1, 3, 24, 32))):
-        assert one.inputs[name].shape == shape
+    for name, size in (("camera", (2, 3, 12)), ("mask", (2, 1, 3, 24, 32))):
+        assert one.inputs[name].shape == size
         np.testing.assert_array_equal(one.inputs[name], other.inputs[name])
     starts = (one.inputs["camera"][:, 0, 0] * 7 / 12).round().int()
     np.testing.assert_array_equal(
@@ -573,13 +567,8 @@ def test_columns_of_a_table_come_with_its_clips(
     index([table], captions=None, out=plain, workers=0)
     lines[0]["camera"] = lines[1]["camera"]
     other = tmp_path / "other.parquet"
-    index(
-        [write_table(tmp_path / f"table.{kind}", lines)],
-        captions=None,
-        out=other,
-        workers=0,
-        conditioning=names,
-    )
+    write_table(table, lines)
+    index([table], captions=None, out=other, workers=0, conditioning=names)
     prints = [Catalog.load(path).fingerprint for path in (out, plain, other)]
     assert len(set(prints)) == 3
     scored = catalog.with_attribute("score", np.zeros(2))

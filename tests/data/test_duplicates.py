@@ -98,8 +98,8 @@ _C = "f1" * 2 + "0f" * 30  # 7 from _B, 14 from _A
 
 
 @pytest.fixture
-def clips(shapes_catalog: Path) -> list[Clip]:
-    return list(Catalog.load(shapes_catalog).clips())[:4]
+def clips(shapes: Catalog) -> list[Clip]:
+    return list(shapes.clips())[:4]
 
 
 def test_a_clip_is_left_out_only_for_one_that_is_kept_and_that_it_resembles(

@@ -11,7 +11,7 @@ import threading
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import av
 import numpy as np
@@ -60,51 +60,36 @@ def videos(tmp_path: Path) -> Path:
     return folder
 
 
-class _Indexed(NamedTuple):
-    report: IndexReport
-    catalog: Catalog
-    expected_frames: dict[str, int]
-    damaged: set[str]
-
-
-@pytest.fixture(scope="module")
-def indexed(material: Path, tmp_path_factory: pytest.TempPathFactory) -> _Indexed:
-    """All real clips in one catalog, and what the material's own table says about them."""
-    out = tmp_path_factory.mktemp("indexed") / "catalog.parquet"
-    report, catalog = _index(
-        material / "videos", captions=material / "captions.jsonl", out=out, workers=None
-    )
-    expected, damaged = {}, {"derived/trunc_half_sync.mkv"}
+def test_every_real_clip_is_indexed_with_its_frame_count_and_caption(
+    material: Path, tmp_path: Path
+) -> None:
+    """The material's own tables say what is in it, and which files are damaged."""
+    videos, table = material / "videos", material / "captions.jsonl"
+    expected, damaged = {}, {f"{videos}/derived/trunc_half_sync.mkv"}
     for line in (material / "MATERIAL.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         if not re.fullmatch(r"[\w-]+/[\w-]+\.\w+", cells[0]):
             continue
         if "InvalidData" in cells[-1] or "OPEN FAILS" in cells[-1]:
-            damaged.add(cells[0])
+            damaged.add(f"{videos}/{cells[0]}")
         else:
-            expected[cells[0]] = int(cells[6].split("/")[0])
-    del expected["derived/trunc_half_sync.mkv"]
-    return _Indexed(report, catalog, expected, damaged)
+            expected[f"{videos}/{cells[0]}"] = int(cells[6].split("/")[0])
+    del expected[f"{videos}/derived/trunc_half_sync.mkv"]
 
+    report, catalog = _index(videos, captions=table, out=tmp_path / "c.parquet", workers=None)
+    assert len(expected) > 60
+    assert {clip.path: clip.num_frames for clip in catalog.clips()} == expected
+    assert {each.path for each in catalog.rejected} == damaged
+    assert all(each.reason for each in catalog.rejected)
+    assert report.rejected == list(catalog.rejected)
 
-def test_every_real_clip_is_indexed_with_its_frame_count(indexed: _Indexed, material: Path) -> None:
-    videos = material / "videos"
-    frames = {clip.path: clip.num_frames for clip in indexed.catalog.clips()}
-    assert len(frames) > 60
-    assert frames == {f"{videos}/{name}": n for name, n in indexed.expected_frames.items()}
-    rejected = indexed.catalog.rejected
-    assert {each.path for each in rejected} == {f"{videos}/{name}" for name in indexed.damaged}
-    assert all(each.reason for each in rejected)
-    assert indexed.report.rejected == list(rejected)
-
-
-def test_the_materials_captions_reach_their_clips(indexed: _Indexed, material: Path) -> None:
-    lines = (material / "captions.jsonl").read_text().splitlines()
-    wanted = {Path(entry["video"]).name: entry["caption"] for entry in map(json.loads, lines)}
-    found = {name: text for name, text in _captions(indexed.catalog).items() if text}
-    assert indexed.report.unmatched_captions == []
-    assert found == wanted
-    assert indexed.report.without_caption == indexed.report.accepted - len(wanted)
+    captions = {
+        Path(entry["video"]).name: entry["caption"]
+        for entry in map(json.loads, table.read_text().splitlines())
+    }
+    assert {name: text for name, text in _captions(catalog).items() if text} == captions
+    assert report.unmatched_captions == []
+    assert report.without_caption == report.accepted - len(captions)
 
 
 def test_folders_are_searched_and_suffixes_ignore_case(videos: Path, tmp_path: Path) -> None:
@@ -199,7 +184,7 @@ def test_a_malformed_caption_names_its_line(videos: Path, tmp_path: Path, line: 
     table = tmp_path / "table.jsonl"
     table.write_text('{"video": "a.mp4", "caption": "fine\\u2028still one line"}\n\n' + line)
     with pytest.raises(DataError, match=r'table\.jsonl, line 3 .* Expected .*"clip\.mp4"'):
-        index([videos], captions=table, out=tmp_path / "catalog.parquet")
+        _index(videos, captions=table, out=tmp_path / "catalog.parquet")
 
 
 def test_two_captions_for_one_video_are_refused(videos: Path, tmp_path: Path) -> None:
@@ -207,7 +192,7 @@ def test_two_captions_for_one_video_are_refused(videos: Path, tmp_path: Path) ->
     same = '{"video": "a.mp4", "caption": "one"}\n'
     table.write_text(same + same + '{"video": "a.mp4", "caption": "two"}')
     with pytest.raises(DataError, match=r"line 3: .*a\.mp4 has another caption in line 1"):
-        index([videos], captions=table, out=tmp_path / "catalog.parquet")
+        _index(videos, captions=table, out=tmp_path / "catalog.parquet")
 
 
 def test_texts_beside_clips_are_read_rejected_or_named(tmp_path: Path) -> None:
@@ -235,10 +220,10 @@ def test_texts_beside_clips_are_read_rejected_or_named(tmp_path: Path) -> None:
 def test_unreadable_captions_are_refused(videos: Path, tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match=r"captions .*gone\.jsonl cannot be read: No such file"):
-        index([videos], captions=tmp_path / "gone.jsonl", out=out)
+        _index(videos, captions=tmp_path / "gone.jsonl", out=out)
     remedy = r"captions are read from JSON lines\. .* longtake data index \S+captions\.csv --out"
     with pytest.raises(DataError, match=remedy):
-        index([videos], captions=tmp_path / "captions.csv", out=out)
+        _index(videos, captions=tmp_path / "captions.csv", out=out)
 
 
 def test_damaged_files_never_end_the_run(videos: Path, tmp_path: Path) -> None:
@@ -261,9 +246,9 @@ def test_sources_without_videos_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"No video .*Looked in: .*empty; .*\.mp4 \.mov"):
-        index([tmp_path / "empty"], captions=None, out=out)
+        _index(tmp_path / "empty", out=out)
     with pytest.raises(DataError, match=r"gone does not exist. Name a folder of videos"):
-        index([tmp_path / "gone"], captions=None, out=out)
+        _index(tmp_path / "gone", out=out)
     assert not out.exists()
 
 
@@ -272,7 +257,7 @@ def test_when_every_file_is_rejected_the_reasons_are_shown(tmp_path: Path) -> No
         (tmp_path / f"{number}.mp4").write_bytes(b"no video" * number)
     out = tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match="None of 7 files can be trained on") as caught:
-        index([tmp_path], captions=None, out=out)
+        _index(tmp_path, out=out)
     message = str(caught.value)
     assert f"{tmp_path / '0.mp4'}: is empty (0 bytes)" in message
     assert f"{tmp_path / '4.mp4'}: not a readable video" in message
@@ -301,10 +286,10 @@ def test_an_output_that_cannot_be_written_is_found_before_decoding(
 def test_an_older_catalog_is_replaced(videos: Path, tmp_path: Path) -> None:
     out = tmp_path / "catalog.parquet"
     pq.write_table(pa.table({"x": [1]}).replace_schema_metadata({"longtake.catalog": "0"}), out)
-    assert index([videos], captions=None, out=out).accepted == 3
+    assert _index(videos, out=out)[0].accepted == 3
     (videos / "a.mp4").unlink()
-    assert index([videos], captions=None, out=out).accepted == 2
-    assert len(Catalog.load(out)) == 2
+    report, catalog = _index(videos, out=out)
+    assert report.accepted == len(catalog) == 2
 
 
 def test_paths_are_absolute_however_they_were_named(
@@ -451,7 +436,7 @@ def test_an_interrupted_index_keeps_its_journal(videos: Path, tmp_path: Path) ->
         index([videos], captions=None, out=out, progress=interrupt)
     assert _children() <= before
     assert not out.exists()
-    assert index([videos], captions=None, out=out).unchanged >= 1
+    assert _index(videos, out=out)[0].unchanged >= 1
 
 
 def test_progress_counts_every_file(videos: Path, tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.data.build import section
 
-from longtake.config import DataSection
 from longtake.data.ledger import (
     Ledger,
     StepSamples,
@@ -207,13 +207,9 @@ def test_more_streams_than_a_record_tells_apart_are_refused(tmp_path: Path) -> N
 
 
 def test_streams_are_all_pairs_of_stage_and_catalog() -> None:
-    values = {"buckets": [{"num_frames": 1, "height": 16, "width": 16}]}
-    one = DataSection.model_validate({**values, "catalog": "c.parquet"})
-    assert stream_names(one) == ["all/catalog"]
+    assert stream_names(section()) == ["all/catalog"]
     stages = [{"name": "x", "steps": 1}, {"name": "y"}]
-    two = DataSection.model_validate(
-        {**values, "catalogs": {"p": "p.parquet", "q": "q.parquet"}, "stages": stages}
-    )
+    two = section(catalogs={"p": "p.parquet", "q": "q.parquet"}, stages=stages)
     assert stream_names(two) == ["x/p", "x/q", "y/p", "y/q"]
 
 

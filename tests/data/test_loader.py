@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
-from tests.data.build import Oracle, identities_of, load, oracle_of, shares_of
+from tests.data.build import Oracle, identities_of, load, oracle_of, shape, shares_of
 from tests.data.catalogs import make_catalog
 
 from longtake.config import DataSection
@@ -33,10 +33,7 @@ from longtake.errors import DataError
 
 _NUM_WIDE, _NUM_TALL = 7, 4
 _STEPS = 12
-_SHAPES = [
-    {"num_frames": 5, "height": 16, "width": 24},
-    {"num_frames": 5, "height": 24, "width": 16},
-]
+_SHAPES = [shape(24, num_frames=5), shape(num_frames=5, height=24)]
 
 
 @pytest.fixture(scope="module")
@@ -58,13 +55,16 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def _loader(path: Path, **values: Any) -> Loader:
+def _loader(path: Path, state: dict[str, Any] | None = None, **values: Any) -> Loader:
     """A loader of batches of 4 clips; `values` are its own or those of the recipe's section."""
     names = ("batch_size", "rank", "world_size", "kept", "prefetch_batches", "seed")
     own = {name: values.pop(name) for name in names if name in values}
     where = {} if "catalogs" in values else {"catalog": path}
     section = DataSection.model_validate({**where, "buckets": _SHAPES, "workers": 0, **values})
-    return Loader(section, **{"batch_size": 4, "seed": 3, **own})
+    loader = Loader(section, **{"batch_size": 4, "seed": 3, **own})
+    if state is not None:
+        loader.load_state_dict(json.loads(json.dumps(state)))
+    return loader
 
 
 def _assert_same(one: Batch, other: Batch, but: str = "") -> None:
@@ -120,16 +120,12 @@ def test_the_pixels_are_the_captioned_clips(expected: list[Batch]) -> None:
 def _join(shares: tuple[Batch, ...]) -> Batch:
     """The global batch of all ranks' shares."""
     assert len({(share.step, share.epoch, share.bucket) for share in shares}) == 1
-    return replace(
-        shares[0],
-        videos=torch.cat([share.videos for share in shares]),
-        captions=sum((share.captions for share in shares), ()),
-        seeds=sum((share.seeds for share in shares), ()),
-        identities=sum((share.identities for share in shares), ()),
-        epochs=sum((share.epochs for share in shares), ()),
-        weights=torch.cat([share.weights for share in shares]),
-        rejected=sum((share.rejected for share in shares), ()),
-    )
+    joined: dict[str, Any] = {
+        name: sum((getattr(share, name) for share in shares), ())
+        for name in ("captions", "seeds", "identities", "epochs", "rejected")
+    }
+    videos, weights = zip(*((share.videos, share.weights) for share in shares), strict=True)
+    return replace(shares[0], videos=torch.cat(videos), weights=torch.cat(weights), **joined)
 
 
 def _over_ranks(ranks: Sequence[Loader], end: int | None = _STEPS) -> list[Batch]:
@@ -160,14 +156,10 @@ def test_batches_depend_on_nothing_but_the_step(
     """Workers, room, ranks and where it is resumed: each launch has (ranks, last step)."""
     batches, state = [], None
     for world_size, end in launches:
-        loaders = _ranks(
-            path, world_size, workers=workers, prefetch_batches=ahead, frame_cache_gib=gib
-        )
-        for loader in loaders:
-            if state is not None:
-                loader.load_state_dict(state)
+        values = {"workers": workers, "prefetch_batches": ahead, "frame_cache_gib": gib}
+        loaders = _ranks(path, world_size, state=state, **values)
         batches += _over_ranks(loaders, end)
-        state = _through_json(loaders[0].state_dict())
+        state = loaders[0].state_dict()
         assert all(loader.state_dict() == state for loader in loaders)
         assert state["global_step"] == loaders[0].step == end
     _assert_all_same(batches, expected)
@@ -240,8 +232,8 @@ def test_mirroring_all_mirrors_all(path: Path, expected: list[Batch]) -> None:
 
 
 def test_crops_and_flips_belong_to_seed_epoch_and_clip(path: Path) -> None:
-    square = [{"num_frames": 5, "height": 16, "width": 16}]
-    values: dict[str, Any] = {"buckets": square, "random_crop": True, "flip": 0.5}
+    values: dict[str, Any] = {"random_crop": True, "flip": 0.5}
+    values["buckets"] = [shape(num_frames=5)]
     by_four, by_three = (
         {
             sample: video
@@ -312,31 +304,26 @@ def test_what_is_quarantined_stays_so_on_resume(path: Path, tmp_path: Path) -> N
     lost = clips[2]
     data = Path(lost.path).read_bytes()
     Path(lost.path).unlink()
-    first = _loader(part)
-    whole = list(first.batches(_STEPS))
+    whole = list(_loader(part).batches(_STEPS))
     begun = _loader(part)
     list(begun.batches(6))
     state = begun.state_dict()
     assert list(state["quarantined"]) == [lost.identity]
     Path(lost.path).write_bytes(data)  # the disk is back
-    going = _loader(part)
-    going.load_state_dict(state)
-    _assert_all_same(list(going.batches(_STEPS)), whole[6:])
+    _assert_all_same(list(_loader(part, state).batches(_STEPS)), whole[6:])
 
 
 def test_a_clip_that_was_quarantined_while_it_was_under_way_stays_out(path: Path) -> None:
-    clips = list(Catalog.load(path).clips())
-    lost = clips[2].identity
+    lost = Catalog.load(path).clip(2).identity
     found = []
     for ahead in (1, 6):
-        loader, batches = _loader(path, prefetch_batches=ahead), []
-        for batch in loader.batches(_STEPS):
-            if batch.step == 0:
-                loader.quarantine.add({lost: "another rank could not decode it"})
-            batches.append(batch)
-        found.append(batches)
+        loader = _loader(path, prefetch_batches=ahead)
+        batches = loader.batches(_STEPS)
+        found.append([next(batches)])
+        loader.quarantine.add({lost: "another rank could not decode it"})
+        found[-1] += batches
     _assert_all_same(found[0], found[1])
-    after = [batch for batch in found[1] if batch.step > 0]
+    after = found[1][1:]
     assert all(lost not in batch.identities for batch in after)
     assert sum(len(batch.rejected) for batch in after) >= 2
     assert all(identity == lost for batch in after for identity, _ in batch.rejected)
@@ -382,22 +369,19 @@ def test_a_batch_of_which_nothing_can_be_decoded_weighs_nothing(path: Path, tmp_
     assert any(not batch.weights.any() for batch in batches)
     assert sum(len(batch.rejected) for batch in batches) == 12
     Path(clips[0].path).unlink()
-    message = r"Not one clip could be decoded.* No such file"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"Not one clip could be decoded.* No such file"):
         list(_loader(part, batch_size=2).batches(8))
 
 
 def test_a_broken_clip_that_is_alone_in_its_bucket_costs_its_update_only(tmp_path: Path) -> None:
-    for number in range(3):
-        height = 48 if number == 2 else 24
-        picture = np.full((height, 24, 3), 80 * number, np.uint8)
-        write_image(tmp_path / f"{number}.png", picture)
+    for number, height in enumerate((24, 24, 48)):
+        write_image(tmp_path / f"{number}.png", np.full((height, 24, 3), 80 * number, np.uint8))
         (tmp_path / f"{number}.txt").write_text("grey")
     out = tmp_path / "catalog.parquet"
     index([tmp_path], captions=None, out=out)
     (alone,) = (clip for clip in Catalog.load(out).clips() if clip.height == 48)
-    shapes = [{"num_frames": 1, "height": height, "width": 24} for height in (24, 48)]
-    values: dict[str, Any] = {"buckets": shapes, "stages": [{"name": "s", "epochs": 1}]}
+    shapes = [shape(24, num_frames=1, height=height) for height in (24, 48)]
+    values: dict[str, Any] = {"buckets": shapes, "stages": _ONCE}
     expected = [batch.step for batch in _loader(out, batch_size=2, **values).batches()]
     Path(alone.path).write_bytes(b"broken")
     batches = list(_loader(out, batch_size=2, **values).batches())
@@ -453,17 +437,12 @@ def test_stopping_early_leaves_nothing_behind(path: Path, workers: int) -> None:
     assert loader.step == 2
 
 
-def _through_json(state: dict[str, Any]) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads(json.dumps(state))
-    return loaded
-
-
 def test_a_loader_that_has_run_can_be_put_back_and_forth(path: Path, expected: list[Batch]) -> None:
     loader = _loader(path, workers=2, prefetch_batches=5)
     assert loader.state_dict()["global_step"] == 0
     states = []
     for batch in loader.batches():
-        states.append(_through_json(loader.state_dict()))
+        states.append(loader.state_dict())
         assert states[-1]["global_step"] == loader.step == batch.step + 1
         if batch.step == 5:
             break
@@ -485,9 +464,7 @@ def test_a_state_at_the_end_of_an_epoch_is_the_next_ones_beginning(
     finite = _loader(path, stages=_ONCE)
     assert len(list(finite.batches())) == 3
     assert list(finite.batches()) == []
-    again = _loader(path, stages=_ONCE)
-    again.load_state_dict(_through_json(finite.state_dict()))
-    assert list(again.batches()) == []
+    assert list(_loader(path, finite.state_dict(), stages=_ONCE).batches()) == []
 
 
 @pytest.mark.parametrize(("key", "value"), [("order_version", 1), ("seed", 4)])
@@ -551,8 +528,7 @@ def test_spans_that_are_none_are_refused(span: tuple[int, int]) -> None:
 
 
 def _still_loader(path: Path, **values: Any) -> Loader:
-    shape = {"num_frames": 1, "height": 16, "width": 16}
-    return _loader(path, **{"buckets": [shape], "stages": _STAGES, **values})
+    return _loader(path, **{"buckets": [shape(num_frames=1)], "stages": _STAGES, **values})
 
 
 @pytest.fixture(scope="module")
@@ -607,7 +583,7 @@ def test_skipped_batches_are_passed_over(
     batches = list(islice(stream, position))
     for span in spans:
         loader.skip(*span)
-    state = _through_json(loader.state_dict())
+    state = loader.state_dict()
     assert loader.step == state["global_step"]
     batches += stream
     position = min(position, len(still_batches))
@@ -615,9 +591,7 @@ def test_skipped_batches_are_passed_over(
     assert _numbers(loader.skipped.spans) == _numbers(state["skipped"]) == gone
     kept = [number for number in range(len(still_batches)) if number not in gone]
     _assert_are(batches, still_batches, kept)
-    again = _still_loader(stills)
-    again.load_state_dict(state)
-    _assert_are(list(again.batches()), still_batches, kept[position:])
+    _assert_are(list(_still_loader(stills, state=state).batches()), still_batches, kept[position:])
 
 
 def test_what_is_skipped_is_not_decoded(stills: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,7 +619,7 @@ def test_what_was_told_holds_for_states_of_before(
     states = {}
     whole = _still_loader(stills)
     for batch in whole.batches(12):
-        states[batch.step + 1] = _through_json(whole.state_dict())
+        states[batch.step + 1] = whole.state_dict()
     whole.load_state_dict(states[7])
     whole.skip(5, 10)
     assert (whole.step, whole.skipped.spans) == (10, ((7, 10),))
@@ -680,8 +654,7 @@ def test_an_epoch_begins_with_its_first_batch_that_is_not_skipped(
         loader = _still_loader(stills)
         loader.skip(first, end)
         begun = list(loader.batches(second - 3))
-        again = _still_loader(stills)
-        again.load_state_dict(loader.state_dict())
+        again = _still_loader(stills, state=loader.state_dict())
         borders = _borders([*begun, *again.batches()])
         assert borders == [0, begin, _borders(still_batches)[2]]
         assert load(again, begin).begins_epoch
@@ -718,13 +691,11 @@ def test_a_span_may_reach_over_the_end(stills: Path, still_batches: list[Batch],
     loader.skip(end - 2, end + past)
     _assert_are(list(loader.batches()), still_batches, range(end - 2))
     assert loader.step == loader.end_after(1) == end + past
-    state = _through_json(loader.state_dict())
+    state = loader.state_dict()
     assert (state["global_step"], state["stage"]) == (end + past, None)
-    again = _still_loader(stills)
-    again.load_state_dict(state)
-    assert list(again.batches()) == []
-    longer = _still_loader(stills, stages=[{"name": "only", "epochs": 4}], on_change="merge")
-    longer.load_state_dict(state)
+    assert list(_still_loader(stills, state=state).batches()) == []
+    stages = [{"name": "only", "epochs": 4}]
+    longer = _still_loader(stills, state=state, stages=stages, on_change="merge")
     oracle = Oracle({3: identities_of(Catalog.load(stills))})
     for step, batch in enumerate(longer.batches(), start=end + past):
         assert batch.step == step
@@ -752,7 +723,7 @@ def test_skipped_batches_are_consumed_where_the_data_changes(
     if span[0] < position:
         loader.skip(*span)
     oracle.train([loader], position)
-    state = _through_json(loader.state_dict())
+    state = loader.state_dict()
     for number in range(*span):
         oracle.take(load(loader, number))
     changed = tmp_path / "changed.parquet"

@@ -143,9 +143,10 @@ def test_a_mask_of_one_colour_is_named(tmp_path: Path) -> None:
         mask = np.repeat(np.array(halves, np.uint8), 8)[None, :, None, None]
         write_video(tmp_path / f"masks/{name}.mp4", np.tile(mask, (1, 1, 16, 3)), 8)
     index([tmp_path], captions=None, out=tmp_path / "c.parquet", workers=0)
-    shape = {"num_frames": 1, "height": 16, "width": 16}
     masks = {"person": {"kind": "mask", "path": "masks/{stem}.mp4"}}
-    data = build.section(catalog=tmp_path / "c.parquet", buckets=[shape], conditioning=masks)
+    data = build.section(
+        catalog=tmp_path / "c.parquet", buckets=[build.shape(num_frames=1)], conditioning=masks
+    )
     plan = begin({"catalog": Catalog.load(tmp_path / "c.parquet")}, data, 2, 0)
     white, black = plain_masks(plan, data)
     assert "1 of 3 masks" in white
@@ -160,7 +161,7 @@ def test_clips_that_lose_most_of_their_picture_are_told() -> None:
     catalog = build.catalog_of(
         range(3), width=lambda number: sizes[number][0], height=lambda number: sizes[number][1]
     )
-    data = build.section(buckets=[{"num_frames": 4, "height": 16, "width": 16}])
+    data = build.section(buckets=[build.shape()])
     (said,) = large_crops(begin(dict.fromkeys(data.sources(), catalog), data, 2, 0))
     assert "2 of 3 clips lose more than half" in said
     assert "/clips/2.mp4 (88%)" in said

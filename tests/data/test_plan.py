@@ -6,13 +6,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.build import catalog_of, section
+from tests.data.build import catalog_of, section, shape
 
 from longtake.data.plan import Plan, PlannedBatch, begin
 from longtake.errors import DataError
-
-_SQUARE, _WIDE = ({"num_frames": 4, "height": 16, "width": width} for width in (16, 32))
-_SMALL = {"num_frames": 4, "height": 8, "width": 8}
 
 
 def _consumed(plan: Plan, end: int | None = None) -> Counter[tuple[str, str, int, int]]:
@@ -208,7 +205,7 @@ def test_a_stage_of_one_catalog_with_a_weight_may_have_epochs() -> None:
 
 def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:
     clips = catalog_of(range(30))
-    shapes = [_SQUARE | {"batch_size": 6}, _WIDE]
+    shapes = [shape(batch_size=6), shape(32)]
     stages = [{"name": "a", "epochs": 2}]
     stages += [{"name": "b", "epochs": 1, "global_batch_size": 3, "ramp_steps": 4}]
     plan = begin({"catalog": clips}, section(stages=stages, buckets=shapes), batch_size=4, seed=0)
@@ -220,9 +217,9 @@ def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:
 
 
 def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> None:
-    shapes = [_SQUARE, _WIDE, {"num_frames": 2, "height": 16, "width": 32, "share": 0.25}]
-    shapes += [{"num_frames": 1, "height": 8, "width": 8, "share": 0.4, "batch_size": 7}]
-    shapes += [{"num_frames": 3, "height": 8, "width": 16, "share": 0.1}]
+    shapes = [shape(), shape(32), shape(32, num_frames=2, share=0.25)]
+    shapes += [shape(8, num_frames=1, height=8, share=0.4, batch_size=7)]
+    shapes += [shape(num_frames=3, height=8, share=0.1)]
     recipe = section(stages=[{"name": "a", "epochs": 3}], buckets=shapes, stills_from_videos=True)
     plan = begin({"catalog": catalog_of(range(120))}, recipe, batch_size=4, seed=0)
     ((stream,),) = (stage.streams for stage in plan.stages)
@@ -233,8 +230,8 @@ def test_clips_of_several_buckets_go_to_each_by_share_and_once_an_epoch() -> Non
     for batch in _batches(plan):
         for row, epoch in zip(batch.rows.tolist(), batch.epochs, strict=True):
             found.setdefault((str(batch.bucket), epoch), set()).add(row)
-    for index, shape in enumerate(plan.stages[0].streams[0].parts[0].members.shapes):
-        in_epochs = [found[str(shape), epoch] for epoch in range(3)]
+    for index, bucket in enumerate(plan.stages[0].streams[0].parts[0].members.shapes):
+        in_epochs = [found[str(bucket), epoch] for epoch in range(3)]
         assert [len(rows) for rows in in_epochs] == [stream.parts[0].epoch_span.sizes[index]] * 3
         assert in_epochs[0] != in_epochs[1] != in_epochs[2]
         assert set.union(*in_epochs) <= set(stream.parts[0].members.candidates(index).tolist())
@@ -250,10 +247,13 @@ def test_a_plans_fingerprint_names_its_batches() -> None:
         {"stages": [{"name": "all", "steps": 9}]},
         {"stages": [{"name": "other"}]},
         {"stages": [{"name": "all", "global_batch_size": 3}]},
-        {"buckets": [_SQUARE | {"batch_size": 4}, _WIDE]},
-        {"buckets": [_SQUARE | {"batch_size": 5}, _WIDE]},
-        {"buckets": [_SQUARE]},
-        *({"buckets": [_SQUARE, _WIDE, _SMALL | {"share": share}]} for share in (0.5, 0.51, None)),
+        {"buckets": [shape(batch_size=4), shape(32)]},
+        {"buckets": [shape(batch_size=5), shape(32)]},
+        {"buckets": [shape()]},
+        *(
+            {"buckets": [shape(), shape(32), shape(8, height=8, share=share)]}
+            for share in (0.5, 0.51, None)
+        ),
     ]
     others = [begin(clips, section(**change), 4, 0) for change in changes]
     others += [begin({"catalog": catalog_of(range(10))}, section(), 4, 0)]

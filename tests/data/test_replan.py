@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Collection, Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.data.build import (
     on_ranks,
     oracle_of,
     section,
+    shape,
 )
 from tests.data.catalogs import make_catalog
 
@@ -50,12 +52,11 @@ _CHANGED: dict[str, Collection[int]] = {
 @pytest.fixture(scope="module")
 def changed_catalogs() -> dict[str, Catalog]:
     """A catalog of 40 clips as it is, and as it may be when a run goes on; spans of films."""
-    return {
-        name: catalog_of(
-            numbers, media=lambda n: Media(f"s3://films/{n // 4}.mp4", span=(n % 4, n % 4 + 1.0))
-        )
-        for name, numbers in _CHANGED.items()
-    }
+
+    def span(number: int) -> Media:
+        return Media(f"s3://films/{number // 4}.mp4", span=(number % 4, number % 4 + 1.0))
+
+    return {name: catalog_of(numbers, media=span) for name, numbers in _CHANGED.items()}
 
 
 _BOTH = {"a": "a.parquet", "b": "b.parquet"}
@@ -128,10 +129,7 @@ def test_without_the_kept_catalog_a_change_is_refused_still(
 @pytest.mark.parametrize("of_wide", [None, 5])
 def test_a_chain_of_changes_is_rebuilt_from_the_record(tmp_path: Path, of_wide: int | None) -> None:
     catalog = catalog_of(range(23))
-    shapes: list[dict[str, int | None]] = [
-        {"num_frames": 4, "height": 16, "width": 16},
-        {"num_frames": 4, "height": 16, "width": 32, "batch_size": of_wide},
-    ]
+    shapes = [shape(), shape(32, batch_size=of_wide)]
     run = PlannedRun(tmp_path, catalog, stages=[_ONCE], buckets=shapes)
     run.oracle = oracle = oracle_of(catalog, 3)
     for policy, numbers, batch_size in (
@@ -300,10 +298,9 @@ _changes = st.lists(
 )
 
 
-_SQUARE = {"num_frames": 4, "height": 16, "width": 16}
-_SHORT = {"num_frames": 2, "height": 16, "width": 16, "share": 0.3, "batch_size": 5}
-_WIDE = {"num_frames": 4, "height": 16, "width": 32, "batch_size": 3}
-_HALF_WIDE = {"num_frames": 3, "height": 8, "width": 16, "share": 0.5}
+_SQUARE, _WIDE = shape(), shape(32, batch_size=3)
+_SHORT = shape(num_frames=2, share=0.3, batch_size=5)
+_HALF_WIDE = shape(num_frames=3, height=8, share=0.5)
 
 
 @settings(max_examples=120, deadline=None)
@@ -438,7 +435,7 @@ def test_nothing_is_added_before_the_stage_that_a_run_is_in(
 
 
 def test_stills_from_videos_may_change_though_old_records_lack_the_key(tmp_path: Path) -> None:
-    still = {"num_frames": 1, "height": 16, "width": 16}
+    still = shape(num_frames=1)
     clips = catalog_of(
         range(12),
         kind=lambda number: "image" if number < 6 else "video",
@@ -515,15 +512,12 @@ def test_clips_of_a_swapped_catalog_are_compared_with_those_before(tmp_path: Pat
     run.step = 5
     plans = run.resume(chunk(range(100, 140), 5.0))
     data = section(stages=[_ONCE])
-    (said,) = [
-        line
-        for line in review(plans.plan, data, None, plans.stage_before_change())
-        if "mean" in line
-    ]
+    before = plans.stage_before_change()
+    (said,) = [line for line in review(plans.plan, data, None, before) if "mean" in line]
     assert "stage only: mean nouns changes from 1.975 to 6" in said
     refusing = section(stages=[_ONCE], on_drift="refuse")
     with pytest.raises(DataError, match=r"data\.on_drift = refuse(.|\n)*mean nouns"):
-        review(plans.plan, refusing, None, plans.stage_before_change())
+        review(plans.plan, refusing, None, before)
     assert run.resume().stage_before_change() is None
 
 
@@ -583,13 +577,13 @@ def folder(changed_catalogs: dict[str, Catalog], tmp_path_factory: pytest.TempPa
     return path
 
 
+@dataclass
 class _Launches:
     """Launches of a run whose ranks and workers may be others each time."""
 
-    def __init__(self, folder: Path, oracle: Oracle) -> None:
-        self.folder = folder
-        self.oracle = oracle
-        self.state: dict[str, Any] | None = None
+    folder: Path
+    oracle: Oracle
+    state: dict[str, Any] | None = None
 
     def launch(
         self, change: str, world_size: int, workers: int, policy: str, steps: int | None

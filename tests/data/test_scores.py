@@ -1,5 +1,6 @@
 """Scores: what they count, and what becomes of clips and functions that cannot be used."""
 
+import re
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -25,47 +26,29 @@ from longtake.data.scores import (
 )
 from longtake.errors import ClipError, DataError
 
-JUDGED = {
-    "A hiker with a backpack stands on a mountain ridge at sunrise": (
-        "hiker backpack mountain ridge sunrise"
-    ),
-    "A man in a dark suit and red bow tie talks in the back seat of a moving car": (
-        "man suit bow tie seat car"
-    ),
-    "Waves roll slowly onto a sandy beach. The camera pans to the left, and a dog runs past.": (
-        "waves beach camera left dog"
-    ),
-    "a large blue circle moves to the left": "circle left",
-    "Close shot of an old woman's hands as she peels an apple with a small knife": (
-        "shot woman hands apple knife"
-    ),
-    "Two children are playing football in the rain; their shoes are covered in mud": (
-        "children football rain shoes mud"
-    ),
-    "An aerial view of the Eiffel Tower in Paris at night, with traffic in the streets below": (
-        "view eiffel tower paris night traffic streets"
-    ),
-    "A red vintage car drives along a winding coastal road, oil painting": "car road oil painting",
-    "Steam rises from a cup of coffee that stands on a wooden table beside an open book": (
-        "steam cup coffee table book"
-    ),
-    "The chef quickly chops onions and carrots, then throws them into a hot pan": (
-        "chef onions carrots pan"
-    ),
-}
-
-
-@pytest.fixture
-def shapes(shapes_catalog: Path) -> Catalog:
-    """64 clips of eight frames, with captions."""
-    return Catalog.load(shapes_catalog)
+# A person has marked the nouns.
+_JUDGED = [
+    "A *hiker* with a *backpack* stands on a *mountain* *ridge* at *sunrise*",
+    "A *man* in a dark *suit* and red *bow* *tie* talks in the back *seat* of a moving *car*",
+    "*Waves* roll slowly onto a sandy *beach*. "
+    "The *camera* pans to the *left*, and a *dog* runs past.",
+    "a large blue *circle* moves to the *left*",
+    "Close *shot* of an old *woman*'s *hands* as she peels an *apple* with a small *knife*",
+    "Two *children* are playing *football* in the *rain*; their *shoes* are covered in *mud*",
+    "An aerial *view* of the *Eiffel* *Tower* in *Paris* at *night*, "
+    "with *traffic* in the *streets* below",
+    "A red vintage *car* drives along a winding coastal *road*, *oil* *painting*",
+    "*Steam* rises from a *cup* of *coffee* that stands on a wooden *table* beside an open *book*",
+    "The *chef* quickly chops *onions* and *carrots*, then throws them into a hot *pan*",
+]
+_CAPTIONS = [text.replace("*", "") for text in _JUDGED]
 
 
 def test_nouns_are_those_that_a_person_finds() -> None:
     found, judged = Counter[str](), Counter[str]()
-    for number, (caption, wanted) in enumerate(JUDGED.items()):
-        found.update(f"{number} {noun.lower()}" for noun in nouns(caption))
-        judged.update(f"{number} {noun}" for noun in wanted.split())
+    for number, text in enumerate(_JUDGED):
+        found.update(f"{number} {noun.lower()}" for noun in nouns(text.replace("*", "")))
+        judged.update(f"{number} {noun}" for noun in re.findall(r"\*(\w+)\*", text.lower()))
     right = (found & judged).total()
     assert right >= 0.95 * judged.total(), judged - found
     assert right >= 0.95 * found.total(), found - judged
@@ -100,12 +83,12 @@ def test_every_process_finds_the_same_nouns_without_a_network() -> None:
         "print([nouns(line.strip()) for line in sys.stdin])"
     )
     for seed in ("1", "2"):
-        printed = run_python(code, stdin="\n".join(JUDGED), PYTHONHASHSEED=seed)
-        assert printed.strip() == str(list(map(nouns, JUDGED)))
+        printed = run_python(code, stdin="\n".join(_CAPTIONS), PYTHONHASHSEED=seed)
+        assert printed.strip() == str(list(map(nouns, _CAPTIONS)))
 
 
 def test_several_processes_count_like_one() -> None:
-    captions = [f"{number} {caption}" for number in range(120) for caption in JUDGED]
+    captions = [f"{number} {caption}" for number in range(120) for caption in _CAPTIONS]
     counts = list(nouns_of_all(captions, workers=2))
     assert counts == list(map(num_nouns, captions))
 
@@ -279,7 +262,6 @@ def test_a_name_that_recipes_could_not_use_is_refused(shapes: Catalog, name: str
 
 _STOPS = """
 from pathlib import Path
-from typing import Any
 
 calls = Path("calls.txt")
 

@@ -216,17 +216,7 @@ def test_a_ramps_share_rises_linearly() -> None:
     assert set(stages[1200:]) == {1}
 
 
-def test_without_a_ramp_a_stage_begins_at_its_border() -> None:
-    timeline = StageTimeline((3, 2, None), (0, 0, 0))
-    assert (timeline.borders, timeline.total) == ([0, 3, 5], None)
-    assert [timeline.at(step) for step in (0, 2, 3, 4, 5, 1000)] == [
-        (0, 0),
-        (0, 2),
-        (1, 0),
-        (1, 1),
-        (2, 0),
-        (2, 995),
-    ]
+def test_without_stages_there_are_no_steps() -> None:
     assert StageTimeline((), ()).total == 0
 
 

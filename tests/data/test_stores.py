@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from tests.data import store
-from tests.data.build import section
+from tests.data.build import section, shape
 
 from longtake.config import StoreSection
 from longtake.data import clip_cache, stores
@@ -110,11 +110,8 @@ def _batches(catalog: Path, **values: Any) -> list[Batch]:
 
 def _assert_same(batches: list[Batch], others: list[Batch]) -> None:
     for one, other in zip(batches, others, strict=True):
-        assert (one.identities, one.captions, one.seeds) == (
-            other.identities,
-            other.captions,
-            other.seeds,
-        )
+        for name in ("identities", "captions", "seeds"):
+            assert getattr(one, name) == getattr(other, name)
         assert one.rejected == other.rejected == ()
         assert np.array_equal(one.videos, other.videos)
 
@@ -198,12 +195,12 @@ def test_further_inputs_are_those_of_local_files(
         "speed": {"kind": "numbers", "path": "../speed/{stem}.npy", "width": 3},
         "matte": {"kind": "mask", "column": "mask"},
     }
-    shape = {"num_frames": 1, "height": 16, "width": 16}
+    still = shape(num_frames=1)
 
     def read(source: Path, workers: int) -> list[Batch]:
         out = tmp_path / f"{source.is_dir()}.parquet"
         index([source], captions=None, out=out, workers=0, conditioning=["mask"])
-        data = section(catalog=out, buckets=[shape], conditioning=inputs, workers=workers)
+        data = section(catalog=out, buckets=[still], conditioning=inputs, workers=workers)
         refuse_missing_conditioning(begin({"catalog": Catalog.load(out)}, data, 2, seed=0), data)
         return list(Loader(data, batch_size=2, seed=3).batches(4))
 

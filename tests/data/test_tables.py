@@ -202,8 +202,7 @@ def test_media_inside_a_hugging_face_table_are_written_once(tmp_path: Path) -> N
     again = find([tmp_path / "train-0.parquet"], extracted=tmp_path / "media").items
     assert list(again) == found
     assert by_caption["one"].stat().st_mtime_ns == written
-    values[0]["bytes"] = b"no picture"
-    values[0]["path"] = "cat.exe"
+    values[0] = {"bytes": b"no picture", "path": "cat.exe"}
     columns["image"] = pa.array(values, schema)
     pq.write_table(pa.table(columns), tmp_path / "train-0.parquet")
     with pytest.raises(DataError, match="row 1, column 'image' holds 10 bytes that are no image"):

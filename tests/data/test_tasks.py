@@ -28,12 +28,6 @@ from longtake.data.tasks import (
 from longtake.errors import ClipError, DataError
 
 
-@pytest.fixture
-def shapes(shapes_catalog: Path) -> Catalog:
-    """64 clips of eight frames."""
-    return Catalog.load(shapes_catalog)
-
-
 def test_what_a_task_has_loaded_is_not_sent() -> None:
     task = OwnScore("json:dumps", "")
     assert callable(task.function)

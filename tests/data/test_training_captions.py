@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.data.build import clip, section
+from tests.data.build import clip, section, shape
 from tests.data.catalogs import make_catalog
 
 from longtake.data.loader import Loader
@@ -71,7 +71,7 @@ def test_another_catalog_keeps_its_captions() -> None:
 def test_batches_have_the_texts_in_every_epoch_and_after_a_resume(stills: Path) -> None:
     data = section(
         catalog=stills,
-        buckets=[{"num_frames": 1, "height": 16, "width": 16}],
+        buckets=[shape(num_frames=1)],
         workers=0,
         trigger="sks",
         captions={"catalog": {"prefixes": ["one", "two"]}},

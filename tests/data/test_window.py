@@ -1,7 +1,6 @@
 """Windows are read exactly: frames by timestamp, scaled and cut."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -102,20 +101,16 @@ def test_an_image_has_no_frame_rate_and_a_short_video_is_no_image() -> None:
     assert frame_counts(catalog, None).tolist() == catalog.column("num_frames").tolist()
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Callable[..., tuple[Media, Probe]]:
-    """Makes clips of `num_frames`; the left third is white, the rest brightens frame by frame."""
-
-    def make(num_frames: int = 8, height: int = 32, width: int = 48) -> tuple[Media, Probe]:
-        frames = np.zeros((num_frames, height, width, 3), dtype=np.uint8)
-        frames += (np.arange(num_frames, dtype=np.uint8) * 10)[:, None, None, None]
-        frames[:, :, : width // 3] = 255
-        path = tmp_path / f"{num_frames}_{height}_{width}.mp4"
-        write_video(path, frames, fps=8)
-        media = Media(str(path))
-        return media, probe(media)
-
-    return make
+def _make(
+    folder: Path, num_frames: int = 8, height: int = 32, width: int = 48
+) -> tuple[Media, Probe]:
+    """A clip whose left third is white; the rest brightens frame by frame."""
+    frames = np.zeros((num_frames, height, width, 3), dtype=np.uint8)
+    frames += (np.arange(num_frames, dtype=np.uint8) * 10)[:, None, None, None]
+    frames[:, :, : width // 3] = 255
+    media = Media(str(folder / f"{num_frames}_{height}_{width}.mp4"))
+    write_video(Path(media.path), frames, fps=8)
+    return media, probe(media)
 
 
 @pytest.mark.parametrize(
@@ -189,8 +184,8 @@ def test_frames_in_their_own_size_are_pyavs(material: Path) -> None:
 
 
 @pytest.mark.parametrize("width", range(50, 66, 2))
-def test_no_column_is_forgotten(make: Callable[..., tuple[Media, Probe]], width: int) -> None:
-    media, clip = make(num_frames=2, width=width)
+def test_no_column_is_forgotten(tmp_path: Path, width: int) -> None:
+    media, clip = _make(tmp_path, num_frames=2, width=width)
     pixels = read_window(_window(media, clip, 0, 2))
     assert pixels[:, :, :, : width // 3 - 2].min() > 250
     assert pixels[:, 0, :, width // 3 + 2 :].max() < 5
@@ -252,24 +247,24 @@ def test_an_image_is_a_window_of_one_frame(tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_window(small)[:, 0], cut)
 
 
-def test_it_is_written_where_it_is_wanted(make: Callable[..., tuple[Media, Probe]]) -> None:
-    window = _window(*make(), 0, 4)
+def test_it_is_written_where_it_is_wanted(tmp_path: Path) -> None:
+    window = _window(*_make(tmp_path), 0, 4)
     out: NDArray[np.uint8] = np.empty(window.shape, dtype=np.uint8)
     assert read_window(window, out) is out
     np.testing.assert_array_equal(out, read_window(window))
 
 
-def test_too_few_frames_are_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
-    media, clip = make(num_frames=8)
+def test_too_few_frames_are_an_error(tmp_path: Path) -> None:
+    media, clip = _make(tmp_path, num_frames=8)
     window = _counted(_window(media, clip, 0, 4, stride=3))
     with pytest.raises(ClipError, match=r"ends before frame 9; 4 frames from 0 in steps of 3"):
         read_window(window)
 
 
-def test_another_file_under_its_name_is_an_error(make: Callable[..., tuple[Media, Probe]]) -> None:
-    media, clip = make()
+def test_another_file_under_its_name_is_an_error(tmp_path: Path) -> None:
+    media, clip = _make(tmp_path)
     window = _window(media, clip, 2, 2)
-    other, _ = make(height=48, width=64)
+    other, _ = _make(tmp_path, height=48, width=64)
     with pytest.raises(ClipError, match="has 64x48 pixels, was indexed with 48x32; index it again"):
         read_window(replace(window, media=other))
     first, second = window.timestamps
