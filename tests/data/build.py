@@ -29,6 +29,7 @@ from longtake.config import DataSection, Recipe
 from longtake.data.batch import Batch
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Item, Media
+from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
 from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
@@ -248,6 +249,12 @@ def shares_of(ranks: Sequence[Loader], end: int | None = None) -> Iterator[tuple
             for clips in failures:
                 rank.quarantine.add(clips)
         yield shares
+
+
+def indexed(out: Path, *sources: Path) -> Catalog:
+    """Index files and folders, without captions but those beside them."""
+    index(sources, captions=None, out=out, workers=0)
+    return Catalog.load(out)
 
 
 def named_items(items: Iterable[Item], folder: Path) -> dict[str, Item]:

@@ -93,7 +93,7 @@ _CLIPS = st.lists(
             st.sampled_from(["nouns", "motion", "num_frames"]),
             st.floats(allow_nan=False, allow_infinity=False),
         ),
-    ).map(lambda clip: _sound(clip)),
+    ).map(_sound),
     unique_by=lambda clip: clip.identity,
     max_size=8,
 )

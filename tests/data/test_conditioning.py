@@ -12,7 +12,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import catalog_of, load, on_ranks, pictures_of, recipe_of, shape, write_table
+from tests.data.build import (
+    catalog_of,
+    indexed,
+    load,
+    on_ranks,
+    pictures_of,
+    recipe_of,
+    shape,
+    write_table,
+)
 
 from longtake.config import Bucket, ConditioningSection, DataSection
 from longtake.data.buckets import sample_window
@@ -164,8 +173,7 @@ def test_of_a_video_the_first_frame_counts(material: Path, tmp_path: Path) -> No
     for name in ("decord/video_90.mov", "torchcodec/nasa_13013.mp4"):
         shutil.copy(material / "videos" / name, tmp_path)
     out = tmp_path / "catalog.parquet"
-    index([tmp_path], captions=None, out=out, workers=0)
-    for clip in Catalog.load(out).clips():
+    for clip in indexed(out, tmp_path).clips():
         reference = _picture(clip, Path(clip.path), random_crop=True)
         (first, *_), clip_height = pictures_of(clip.path, clip.rotation), clip.height
         assert first.shape[0] == clip_height

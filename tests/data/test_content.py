@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from PIL import Image
-from tests.data.build import write_tar
+from tests.data.build import indexed, write_tar
 
 from longtake.data import content
-from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
-from longtake.data.index import index
 from longtake.data.stores import local
 from longtake.errors import ClipError
 
@@ -28,8 +26,7 @@ def _picture(path: Path, grey: int) -> Path:
 
 def _clips(source: Path) -> dict[str, Clip]:
     out = source.parent / "catalog.parquet"
-    index([source], captions=None, out=out, workers=0)
-    return {clip.caption: clip for clip in Catalog.load(out).clips()}
+    return {clip.caption: clip for clip in indexed(out, source).clips()}
 
 
 def _open(clip: Clip) -> None:

@@ -539,11 +539,8 @@ def test_a_process_has_no_more_memory_than_it_may(tmp_path: Path) -> None:
     with DecodePool(1, memory_gib=0.125) as pool:
         with pytest.raises(ClipError, match=r"takes more than 0\.125 GiB of memory"):
             pool.submit(wanted).result()
-        assert (
-            not pool.submit(_reference(_png(tmp_path / "a.png", 8, 8, bytes(8 * 25))))
-            .result()
-            .any()
-        )
+        small = _png(tmp_path / "a.png", 8, 8, bytes(8 * 25))
+        assert not pool.submit(_reference(small)).result().any()
 
 
 def test_a_limit_of_memory_ends_with_its_block() -> None:

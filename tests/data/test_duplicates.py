@@ -7,14 +7,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import pictures_of
+from tests.data.build import indexed, pictures_of
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.duplicates import DISTANCE, group, hash_frames, near_pairs
 from longtake.data.encode import write_video
-from longtake.data.index import index
 from longtake.data.scores import score
 
 
@@ -70,8 +69,7 @@ def test_copies_of_real_clips_are_found_and_other_clips_are_not(
     sources += [videos / name for name in _COPIED]
     sources += [videos / f"intel/{name}.mkv" for name in _ALONE]
     out = tmp_path / "catalog.parquet"
-    index(sources, captions=None, out=out)
-    catalog = Catalog.load(out)
+    catalog = indexed(out, *sources)
     scored = score(catalog, "duplicates", out=out)
     stems = [Path(clip.path).stem for clip in catalog.clips()]
     found = {frozenset(stems[row] for row in rows) for rows in scored.groups}
@@ -131,7 +129,6 @@ def test_images_and_videos_are_no_copies_of_each_other(clips: list[Clip]) -> Non
 def test_flat_frames_have_no_hash(tmp_path: Path) -> None:
     write_video(tmp_path / "grey.mp4", np.full((8, 32, 32, 3), 90, np.uint8), 8)
     write_video(tmp_path / "black.mp4", np.zeros((8, 32, 32, 3), np.uint8), 8)
-    index([tmp_path], captions=None, out=tmp_path / "c.parquet", workers=0)
-    catalog = Catalog.load(tmp_path / "c.parquet")
+    catalog = indexed(tmp_path / "c.parquet", tmp_path)
     assert [len(hash_frames(clip)) for clip in catalog.clips()] == [0, 0]
     assert group(catalog, {0: "", 1: ""}).ranks.tolist() == [0, 0]

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import pictures_of
+from tests.data.build import indexed, pictures_of
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
@@ -364,8 +364,7 @@ def test_progress_counts_writing_and_checking(catalog: Path, tmp_path: Path) -> 
 
 def test_a_clip_in_a_tar_is_prepared_from_there(videos: Path) -> None:
     media = Media(str(videos / "joined.tar"), "a.mp4", 100, (videos / "a.mp4").stat().st_size)
-    index([videos / "a.mp4"], captions=None, out=videos / "catalog.parquet", workers=0)
-    (clip,) = Catalog.load(videos / "catalog.parquet").clips()
+    (clip,) = indexed(videos / "catalog.parquet", videos / "a.mp4").clips()
     (videos / "joined.tar").write_bytes(b"x" * 100 + (videos / "a.mp4").read_bytes() + b"y" * 100)
     make_catalog([replace(clip, media=media)]).save(videos / "joined.parquet")
     one = prepare(videos / "catalog.parquet", videos / "one", settings=_SMALL).catalog

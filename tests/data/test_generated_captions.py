@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import pictures_of, write_greys
+from tests.data.build import indexed, pictures_of, write_greys
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import CAPTIONED, Catalog
@@ -65,8 +65,7 @@ def test_a_captioner_sees_evenly_spaced_frames_of_whole_clips(tmp_path: Path) ->
         pictures = rng.integers(0, 255, (count, 32, 48, 3), dtype=np.uint8)
         write_video(folder / f"{name}.mp4", pictures, 8)
     Image.fromarray(rng.integers(0, 255, (40, 20, 3), dtype=np.uint8)).save(folder / "still.png")
-    index([folder], captions=None, out=tmp_path / "c.parquet")
-    clips, seen, small = Catalog.load(tmp_path / "c.parquet"), _Seen(), _Seen()
+    clips, seen, small = indexed(tmp_path / "c.parquet", folder), _Seen(), _Seen()
     _caption(clips, seen, tmp_path / "out.parquet", choice=FrameChoice(num_frames=4))
     found = {Path(clip.path).name: frames for ((frames, clip),) in seen.batches}
     assert [len(found[name]) for name in ("short.mp4", "long.mp4", "still.png")] == [3, 4, 1]
@@ -187,8 +186,7 @@ def test_indexing_again_keeps_a_models_captions_unless_the_sources_have_one(
     for number in range(4):
         write_greys(folder, {str(number): None}, grey=60 * number)
     (folder / "0.txt").write_text("by hand")
-    index([folder], captions=None, out=out)
-    done = _caption(Catalog.load(out), _Seen(lambda clip: Path(clip.path).stem), out)
+    done = _caption(indexed(out, folder), _Seen(lambda clip: Path(clip.path).stem), out)
     done.catalog.save(out)
     write_lines(done.catalog, tmp_path / "all.jsonl")
     (folder / "1.txt").write_text("corrected")

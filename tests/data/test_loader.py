@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.build import wait_until
-from tests.data.build import Oracle, identities_of, load, oracle_of, shape, shares_of
+from tests.data.build import Oracle, identities_of, indexed, load, oracle_of, shape, shares_of
 from tests.data.catalogs import make_catalog
 
 from longtake.config import DataSection
@@ -378,8 +378,7 @@ def test_a_broken_clip_that_is_alone_in_its_bucket_costs_its_update_only(tmp_pat
         write_image(tmp_path / f"{number}.png", np.full((height, 24, 3), 80 * number, np.uint8))
         (tmp_path / f"{number}.txt").write_text("grey")
     out = tmp_path / "catalog.parquet"
-    index([tmp_path], captions=None, out=out)
-    (alone,) = (clip for clip in Catalog.load(out).clips() if clip.height == 48)
+    (alone,) = (clip for clip in indexed(out, tmp_path).clips() if clip.height == 48)
     shapes = [shape(24, num_frames=1, height=height) for height in (24, 48)]
     values: dict[str, Any] = {"buckets": shapes, "stages": _ONCE}
     expected = [batch.step for batch in _loader(out, batch_size=2, **values).batches()]

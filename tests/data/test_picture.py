@@ -112,25 +112,25 @@ def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> N
     build.write_greys(source, captions)
     out = tmp_path / "c.parquet"
 
-    def indexed(*, keeps: bool = True) -> dict[str, Clip]:
+    def by_caption(*, keeps: bool = True) -> dict[str, Clip]:
         report = index([source], captions=None, out=out, workers=0, keeps_other_captions=keeps)
         assert report.accepted + report.duplicates == 5
         return {clip.caption: clip for clip in Catalog.load(out).clips()}
 
-    clips = indexed()
+    clips = by_caption()
     assert sorted(clips) == ["a red coat", "dusk", "ohwx style"]
     assert len({clip.identity for clip in clips.values()}) == 3
     for clip in clips.values():
         os.utime(clip.path, ns=(1, 1))
         with local(clip.media):  # another time alone
             pass
-    assert indexed() == indexed()
-    kept = {caption: clip.identity for caption, clip in indexed().items()}
+    assert by_caption() == by_caption()
+    kept = {caption: clip.identity for caption, clip in by_caption().items()}
     assert kept == {caption: clip.identity for caption, clip in clips.items()}
     prepare(out, tmp_path / "small", settings=Settings(((16, 16),)), workers=0)
     small = Catalog.load(tmp_path / "small" / "catalog.parquet").clips()
     assert sorted(clip.caption for clip in small) == sorted(clips)
-    assert list(indexed(keeps=False)) == ["a red coat"]
+    assert list(by_caption(keeps=False)) == ["a red coat"]
     build.write_greys(source, {"b": "ohwx style"}, grey=91)
     with pytest.raises(ClipError, match="has changed"), local(clips["ohwx style"].media):
         pass
@@ -179,8 +179,7 @@ def test_a_clip_of_other_than_square_pixels_is_read_as_it_is_shown(tmp_path: Pat
         tmp_path / "circle.mp4", _circle(), pixels="yuv444p", ratio=Fraction(2)
     )
     (tmp_path / "circle.txt").write_text("a circle")
-    index([media.file], captions=None, out=tmp_path / "c.parquet", workers=0)
-    (clip,) = Catalog.load(tmp_path / "c.parquet").clips()
+    (clip,) = build.indexed(tmp_path / "c.parquet", media.file).clips()
     assert (clip.width, clip.height) == (128, 96)
     picture = read_window(window_of(clip, range(1), Crop(96, 128, 0, 0), 96, 128))[0, 0] > 127
     across, down = picture.any(0).sum(), picture.any(1).sum()
@@ -202,8 +201,7 @@ def test_untagged_hd_is_bt709_unless_the_recipe_says_another(tmp_path: Path) -> 
     for plane, value in zip(frame.planes, (92, 105, 190), strict=True):
         plane.update(bytes([value]) * 720 * plane.line_size)
     build.encode_plainly(path, [frame], pixels="yuv444p")
-    index([path], captions=None, out=tmp_path / "c.parquet", workers=0)
-    catalog = Catalog.load(tmp_path / "c.parquet")
+    catalog = build.indexed(tmp_path / "c.parquet", path)
     (clip,) = catalog.clips()
     assert clip.color_matrix == ""
     assert catalog_stats(catalog)["untagged_hd"] == 1

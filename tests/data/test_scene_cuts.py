@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import pictures_of
+from tests.data.build import indexed, pictures_of
 
-from longtake.data.catalog import Catalog
 from longtake.data.encode import write_image, write_video
-from longtake.data.index import index
 from longtake.data.scene_cuts import write_scenes
 from longtake.errors import DataError
 
@@ -59,8 +57,7 @@ def test_cuts_between_real_clips_are_found_to_the_frame(tmp_path: Path, material
     assert (report.files, report.scenes, report.cuts, report.rejected) == (1, 8, 6, ())
     assert _starts(table)[:-1] == pytest.approx([number / _FPS for number in wanted])
     assert "films/film.mp4,0.000000," in table.read_text()
-    index([table], captions=None, out=tmp_path / "c.parquet", workers=0)
-    catalog = Catalog.load(tmp_path / "c.parquet")
+    catalog = indexed(tmp_path / "c.parquet", table)
     lengths = np.diff([*wanted, borders[-1]]).tolist()
     assert sorted(clip.num_frames for clip in catalog.clips()) == sorted([*lengths, 1])
     report = write_scenes([film.parent], table, min_seconds=1.5, workers=0)

