@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -32,7 +32,7 @@ from longtake.run_dir import RunDirectory
 from longtake.training.session import Session
 
 MakeRecipe = Callable[..., Recipe]
-"""Of the fixture `small_recipe`, and others: overrides of a recipe give that recipe."""
+"""Type of `small_recipe` and other fixtures, which take overrides and return a recipe."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ TINY_WAN = (
 )
 
 
+_T = TypeVar("_T")
+
+
+def not_none(value: _T | None) -> _T:
+    """Return what there has to be."""
+    assert value is not None
+    return value
+
+
 class LateCopies:
     """Stands in for `CopyStream` without a GPU: copies are made when they are waited for.
 
@@ -101,7 +110,7 @@ class LateCopies:
 
 
 def wait_until(found: Callable[[], Any], seconds: float = 600.0) -> Any:
-    """What `found` returns as soon as it is true; fails after so many seconds."""
+    """Return the result of `found` once it is true; fail after `seconds`."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if value := found():
@@ -230,7 +239,7 @@ def losses(recipe: Recipe) -> list[float]:
 
 
 def rows(recipe: Recipe, *keys: str) -> list[list[Any]]:
-    """Of every step that metrics.jsonl has, the values of some keys."""
+    """Return the values of some keys at every step that metrics.jsonl has."""
     found: list[Any] = RunDirectory(recipe.out).metrics()
     return [[row[key] for key in keys] for row in found]
 
@@ -297,15 +306,15 @@ def hold_weights(
     StreamedBlocks(chosen, torch.device(device))
 
 
-def fill_weights(model: nn.Module) -> None:
+def fill_weights(model: nn.Module, device: str = "cpu", std: float = 0.1) -> None:
     """Give a model that was to be traced real weights, so that it can be run."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     for module in model.modules():
         for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
             for name, tensor in held.items():
                 if tensor is not None:
-                    values = torch.randn(tensor.shape, generator=generator).mul_(0.1)
-                    values = values.to(tensor.dtype)
+                    values = torch.randn(tensor.shape, generator=generator, device=device)
+                    values = values.mul_(std).to(tensor.dtype)
                     is_parameter = isinstance(tensor, nn.Parameter)
                     held[name] = (
                         nn.Parameter(values, tensor.requires_grad) if is_parameter else values

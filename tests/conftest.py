@@ -336,7 +336,7 @@ def torchrun() -> list[str]:
 
 @pytest.fixture(scope="session")
 def start_warm(warm: list[str]) -> Callable[..., Any]:
-    """What `ourselves.start` does, by processes that have imported everything.
+    """Does what `process.start` does, by processes that have imported everything.
 
     What torchrun would start again, and what begins in another namespace, it starts as it is.
     """
@@ -362,7 +362,7 @@ def on_processes(warm: list[str]) -> Callable[[int], list[str]]:
 
 @pytest.fixture
 def on_two_processes(warm: list[str]) -> list[str]:
-    """Likewise, for tests of what ranks compute: ten seconds less than torchrun takes."""
+    """A command to which a file or module is appended, for two processes; faster than torchrun."""
     return [*warm, "2"]
 
 

@@ -28,7 +28,7 @@ class CoreSeconds:
 
     @pytest.hookimpl(hookwrapper=True, tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
-        """From the end of the test before to the end of this one, its fixtures included."""
+        """Measure from the end of the test before to the end of this one, its fixtures included."""
         yield
         now = _used()
         item.user_properties.append((_PROPERTY, round(now - self._before, 2)))
@@ -61,7 +61,7 @@ class CoreSeconds:
 
 
 def _used() -> float:
-    """Of this process, those that it has waited for, and those that run, with theirs."""
+    """Sum up this process, those that it has waited for, and those that run, with theirs."""
     total = sum(os.times()[:4])
     for child in psutil.Process().children():
         with suppress(psutil.Error):  # it has just ended

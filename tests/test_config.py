@@ -332,19 +332,19 @@ _CHANGES: dict[str, object] = {
     "out": "elsewhere",
     "seed": 5,
     "data.catalog": "other.parquet",
-    "data.buckets": [{"num_frames": 5, "height": 64, "width": 96}],
+    "data.buckets": "[{ num_frames = 5, height = 64, width = 96 }]",
     "data.frame_stride": 2,
-    "data.auto_buckets": {"pixels": 4096},
+    "data.auto_buckets": "{ pixels = 4096 }",
     "data.tokens_per_batch": 4096,
     "data.fps": 16.0,
     "data.caption_dropout": 0.5,
-    "data.random_crop": True,
+    "data.random_crop": "true",
     "data.max_crop": 0.3,
     "data.flip": 0.5,
     "data.weights.catalog": 2.0,
     "data.repeats.catalog": 2,
     "data.trigger": "sks",
-    "data.stages": [{"name": "a"}],
+    "data.stages": "[{ name = 'a' }]",
     "data.difficulty": "nouns",
     "data.on_change": "merge",
     "data.on_drift": "refuse",
@@ -353,7 +353,7 @@ _CHANGES: dict[str, object] = {
     "data.workers": 7,
     "data.frame_cache_gib": 7.0,
     "data.sample_memory_gib": 7.0,
-    "data.stills_from_videos": True,
+    "data.stills_from_videos": "true",
     "data.max_quarantined_clips": 7,
     "model.config.layers": 5,
     "model.config.new": "x",
@@ -374,22 +374,14 @@ _CHANGES: dict[str, object] = {
 }
 
 
-def _recipe_with(key: str, **sections: dict[str, Any]) -> Recipe:
-    """Return the recipe above with a change of `_CHANGES`, and keys of some sections."""
-    values = tomllib.loads(_RECIPE)
-    for section, keys in sections.items():
-        values[section] |= keys
-    *path, name = key.split(".")
-    inner = values
-    for section in path:
-        inner = inner.setdefault(section, {})
-    inner[name] = _CHANGES[key]
-    return config.parse(values, "test")
+def _changed(key: str, *overrides: str) -> Recipe:
+    """Return the recipe above with overrides and a change of `_CHANGES`."""
+    return config.changed(_recipe(), [*overrides, f"{key}={_CHANGES[key]}"])
 
 
 @pytest.mark.parametrize("key", _CHANGES)
 def test_differences_are_what_may_not_change_on_resume(key: str) -> None:
-    found = config.differences(_recipe(), _recipe_with(key))
+    found = config.differences(_recipe(), _changed(key))
     is_free = is_among(key, MAY_CHANGE_ON_RESUME)
     assert [changed for changed, _, _ in found] == ([] if is_free else [key])
 
@@ -398,8 +390,7 @@ def _free_when(on_change: str) -> set[str]:
     """Return the keys of `_CHANGES` that may change if `on_change` says how to continue."""
     free = set()
     for key in _CHANGES:
-        changed = _recipe_with(key, data={"on_change": on_change})
-        if not config.differences(_recipe(), changed):
+        if not config.differences(_recipe(), _changed(key, f"data.on_change={on_change}")):
             is_by_name = key.startswith(("data.weights", "data.repeats"))
             free.add(key.removesuffix(".catalog") if is_by_name else key)
     return free

@@ -1,4 +1,4 @@
-"""What tests draw does not depend on the tests that ran before in their process."""
+"""Random numbers of tests do not depend on the tests that ran before in their process."""
 
 import os
 import subprocess

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.build import not_none
 
 from longtake.config import Recipe
 from longtake.errors import DataError
@@ -49,9 +50,7 @@ def own(run: RunDirectory) -> Heartbeat:
     heart = HeartbeatWriter(heartbeat_dir(run.path), "rank", rank=0, world_size=2)
     heart.set_launch("0a1b2c3d")
     heart.begin_step(7, "8x32x32")
-    pulse = read_heartbeat(heart.path)
-    assert pulse is not None
-    return pulse
+    return not_none(read_heartbeat(heart.path))
 
 
 def test_what_a_rank_left_is_found_by_those_of_its_launch(
@@ -67,15 +66,13 @@ def test_what_a_rank_left_is_found_by_those_of_its_launch(
 
 
 def test_a_rank_that_was_killed_is_known_by_its_heart(run: RunDirectory, own: Heartbeat) -> None:
-    """It could leave no word; what it did last is in memory that outlives it."""
+    """A killed rank leaves no record; its last heartbeat is in memory that outlives it."""
     command = [sys.executable, "-c", _OTHER_RANK, str(heartbeat_dir(run.path))]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "ready\n"
+        assert not_none(other.stdout).readline() == "ready\n"
         assert find_failed_rank(run, own, seconds=0) is None
         other.kill()
-    found = find_failed_rank(run, own)
-    assert found is not None
+    found = not_none(find_failed_rank(run, own))
     assert (found.rank, found.step, found.phase, found.kind) == (1, 7, "backward", "killed")
 
 
@@ -84,8 +81,7 @@ def test_what_only_a_watcher_saw_counts_less_than_any_other_record(
 ) -> None:
     failure_of(own, "killed", "its process is gone", source="watcher").record(run)
     assert failures_of_processes(run, [own.pid], since="") == []
-    found = find_failed_rank(run, own, seconds=0)
-    assert found is not None
+    found = not_none(find_failed_rank(run, own, seconds=0))
     assert (found.source, found.error) == ("watcher", "its process is gone")
     failure_of(own, "killed", "killed by SIGKILL", source="launcher").record(run)
     assert [each.source for each in failures_of_launch(run, "0a1b2c3d")] == ["launcher", "watcher"]
@@ -115,7 +111,6 @@ def test_a_node_that_is_lost_is_known_by_its_silence(
 
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    found = find_failed_rank(run, own)
-    assert found is not None
+    found = not_none(find_failed_rank(run, own))
     assert (found.rank, found.host, found.step) == (2, "gpu2", 7)
     assert "gpu2 has given no sign of life for 3 s" in str(found)

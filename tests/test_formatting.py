@@ -1,6 +1,8 @@
 """Numbers, names, errors and untrusted text in messages."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,58 +26,49 @@ from longtake.formatting import (
 
 
 @pytest.mark.parametrize(
-    ("num_bytes", "written"),
+    ("function", "value", "text"),
     [
-        (0, "0 bytes"),
-        (1023, "1023 bytes"),
-        (1024, "1.00 KiB"),
-        (5 * 2**19, "2.50 MiB"),
-        (2**30, "1.00 GiB"),
-        (3 * 2**40, "3072.00 GiB"),
+        (format_size, 0, "0 bytes"),
+        (format_size, 1023, "1023 bytes"),
+        (format_size, 1024, "1.00 KiB"),
+        (format_size, 5 * 2**19, "2.50 MiB"),
+        (format_size, 2**30, "1.00 GiB"),
+        (format_size, 3 * 2**40, "3072.00 GiB"),
+        (format_duration, 0, "0 s"),
+        (format_duration, 41.6, "42 s"),
+        (format_duration, 59.6, "1:00"),
+        (format_duration, 185, "3:05"),
+        (format_duration, 3599.7, "1:00:00"),
+        (format_duration, 7800, "2:10:00"),
+        (format_duration, 48 * 3600 - 1, "47:59:59"),
+        (format_duration, 76 * 3600, "3 d 4 h"),
+        (format_short_duration, 0.0032, "3.2 ms"),
+        (format_short_duration, 0.5, "500 ms"),
+        (format_short_duration, 1.25, "1.25 s"),
+        (format_short_duration, 42.06, "42.1 s"),
+        (format_short_duration, 59.97, "1:00"),
+        (for_seconds, 0.42, "0.4 s"),
+        (for_seconds, 12.4, "12 s"),
+        (for_seconds, 119.6, "120 s"),
+        (for_seconds, 250, "4 min 10 s"),
+        (for_seconds, 7500, "2 h 5 min"),
+        (number_ranges, [3], "3"),
+        (number_ranges, [0, 1], "0-1"),
+        (number_ranges, [0, 1, 2, 6, 8, 9], "0-2, 6, 8-9"),
+        (number_ranges, range(900), "0-899"),
     ],
 )
-def test_memory_is_said_in_the_largest_unit_of_which_there_is_one(
-    num_bytes: int, written: str
+def test_numbers_read_as_people_write_them(
+    function: Callable[[Any], str], value: Any, text: str
 ) -> None:
-    assert format_size(num_bytes) == written
-
-
-def test_one_thing_is_not_many() -> None:
-    assert [plural(number, "clip") for number in (0, 1, 6000)] == [
-        "0 clips",
-        "1 clip",
-        "6,000 clips",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (41.6, "42 s"),
-        (59.6, "1:00"),
-        (185, "3:05"),
-        (3599.7, "1:00:00"),
-        (7800, "2:10:00"),
-        (48 * 3600 - 1, "47:59:59"),
-        (76 * 3600, "3 d 4 h"),
-    ],
-)
-def test_a_duration_reads_as_people_write_it(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0.0032, "3.2 ms"), (0.5, "500 ms"), (1.25, "1.25 s"), (42.06, "42.1 s"), (59.97, "1:00")],
-)
-def test_a_short_duration_has_three_digits(seconds: float, text: str) -> None:
-    assert format_short_duration(seconds) == text
+    assert function(value) == text
 
 
 def test_lists_read_as_in_a_sentence() -> None:
     found = [join_words(range(number), "or") for number in range(4)]
     assert found == ["", "0", "0 or 1", "0, 1 or 2"]
+    counts = [plural(number, "clip") for number in (0, 1, 6000)]
+    assert counts == ["0 clips", "1 clip", "6,000 clips"]
 
 
 def test_a_misspelt_name_is_answered_with_near_names_or_a_list() -> None:
@@ -106,19 +99,3 @@ def test_control_characters_are_spelled() -> None:
     assert printable_lines("one\n\ttwo\r") == "one\n\ttwo\\r"
     assert printable("naïve 日本語 ✓ \udcff") == "naïve 日本語 ✓ \\udcff"
     assert escape("[red]\n") == "\\[red]\\n"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0.42, "0.4 s"), (12.4, "12 s"), (119.6, "120 s"), (250, "4 min 10 s"), (7500, "2 h 5 min")],
-)
-def test_times_are_told_as_people_do(seconds: float, expected: str) -> None:
-    assert for_seconds(seconds) == expected
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [([3], "3"), ([0, 1], "0-1"), ([0, 1, 2, 6, 8, 9], "0-2, 6, 8-9"), (list(range(900)), "0-899")],
-)
-def test_ranks_are_told_in_ranges(ranks: list[int], expected: str) -> None:
-    assert number_ranges(ranks) == expected

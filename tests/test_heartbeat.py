@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.build import not_none, wait_until
 
 from longtake import heartbeat
 from longtake.errors import DataError
@@ -26,9 +27,7 @@ from longtake.heartbeat import (
 
 
 def _read(writer: HeartbeatWriter) -> Heartbeat:
-    found = read_heartbeat(writer.path)
-    assert found is not None
-    return found
+    return not_none(read_heartbeat(writer.path))
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
@@ -73,7 +72,6 @@ def test_the_first_steps_teach_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         heart.end_step(work_seconds=0.5)
         pulse = _read(heart)
         assert pulse.is_settled == (step >= 5)
-    assert pulse is not None
     assert pulse.timings["forward"] == PhaseTiming(4, 0.008, 0.026)
     assert (pulse.work_count, pulse.work_seconds) == (4, 2.0)
 
@@ -123,8 +121,7 @@ def process(tmp_path: Path) -> Iterator["subprocess.Popen[bytes]"]:
     )
     with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=tmp_path) as found:
         try:
-            while [each.phase for each in read_heartbeats(tmp_path)] != ["forward"]:
-                time.sleep(0.01)
+            wait_until(lambda: [each.phase for each in read_heartbeats(tmp_path)] == ["forward"])
             yield found
         finally:
             found.kill()

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.build import wait_until
+from tests.build import not_none, wait_until
 
 import longtake.lease
 from longtake.lease import Leases, history, kept
@@ -23,8 +23,7 @@ def _elsewhere(folder: Path, number: int) -> None:
 
 def test_one_has_it_until_it_is_given_back(tmp_path: Path) -> None:
     first, second = Leases(60, {"server": "a"}), Leases(60, {"server": "b"})
-    lease = first.take(tmp_path / "lease")
-    assert lease is not None
+    lease = not_none(first.take(tmp_path / "lease"))
     assert second.take(tmp_path / "lease") is None
     lease.end("done", videos=3)
     assert second.take(tmp_path / "lease") is not None
@@ -60,9 +59,7 @@ def test_a_process_of_this_machine_that_died_has_lost_it_at_once(tmp_path: Path)
     code = "import sys; from pathlib import Path; from longtake.lease import Leases\n"
     code += "assert Leases(3600, {}).take(Path(sys.argv[1]))"
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "lease")], check=True, cwd=tmp_path)
-    lease = Leases(3600, {}).take(tmp_path / "lease")
-    assert lease is not None
-    assert lease.number == 1
+    assert not_none(Leases(3600, {}).take(tmp_path / "lease")).number == 1
 
 
 class _Clock:
@@ -93,8 +90,7 @@ def test_a_silent_holder_elsewhere_loses_it_and_one_that_beats_does_not(
 
 
 def test_a_kept_lease_beats(tmp_path: Path) -> None:
-    lease = Leases(0.04, {}).take(tmp_path / "lease")
-    assert lease is not None
+    lease = not_none(Leases(0.04, {}).take(tmp_path / "lease"))
     with kept(lease):
         wait_until(lambda: history(tmp_path / "lease")[0]["beat"] >= 3)
     assert history(tmp_path / "lease")[0]["pid"] == os.getpid()
@@ -112,8 +108,7 @@ def test_a_kept_lease_does_not_beat_while_its_work_stands_still(
 
     monkeypatch.setattr(longtake.lease, "time", clock)
     monkeypatch.setattr(longtake.lease, "periodic", by_hand)
-    lease = Leases(60.0, {}).take(tmp_path / "lease")
-    assert lease is not None
+    lease = not_none(Leases(60.0, {}).take(tmp_path / "lease"))
     with kept(lease, stuck_seconds=10.0):
         for seconds, beat in ((9.0, 1), (2.0, 1), (9.0, 1)):
             clock.now += seconds

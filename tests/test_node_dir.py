@@ -1,4 +1,4 @@
-"""What watchers keep in a run directory: who reads it sees whole records, in order."""
+"""Records of watchers in a run directory: readers see whole records, in order."""
 
 from pathlib import Path
 

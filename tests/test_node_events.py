@@ -1,4 +1,4 @@
-"""What happened to clocks, links and GPUs before something failed."""
+"""Events of clocks, links and GPUs before a failure."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -162,7 +162,7 @@ def test_signals_that_are_not_for_it_do_nothing_meanwhile() -> None:
 
 @pytest.mark.parametrize(("name", "code"), EXIT_CODES.items())
 def test_before_there_is_anything_to_save_a_signal_ends_it(name: str, code: int) -> None:
-    """With the exit code that it would have later, and what was entered is left as usual."""
+    """The exit code is the one that it would have later, and entered contexts are left."""
     left: list[str] = []
     leaving = ExitStack()
     leaving.callback(left.append, "in order")
@@ -313,7 +313,7 @@ def test_a_kept_process_that_is_stopped_is_replaced(tmp_path: Path) -> None:
 def test_a_kept_process_may_end_well(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With exit code 0 it is done; else it is replaced, here once."""
+    """Exit code 0 ends it; with another it is replaced, here once."""
     count = "import pathlib, sys; p = pathlib.Path('log'); print(1, flush=True)"
     program = f"{count}; sys.exit({code} if p.read_text() == '1\\n' else 0)"
     monkeypatch.chdir(tmp_path)
@@ -389,7 +389,7 @@ def _count_faults(**variables: str) -> tuple[str, int]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has mallopt")
 def test_blocks_are_used_again_unless_the_user_decides() -> None:
-    """Of twenty blocks of 4,096 pages in turn all are cleared by default, and few when kept."""
+    """The default clears all of twenty blocks of 4,096 pages in turn; kept memory clears few."""
     decided, default_faults = _count_faults(MALLOC_TRIM_THRESHOLD_="131072")
     kept, faults = _count_faults()
     assert (decided, kept) == ("False", "True")

@@ -1,4 +1,4 @@
-"""What a person sees: a bar in a terminal, a line now and then in a log."""
+"""Progress that a person sees: a bar in a terminal, a line now and then in a log."""
 
 import signal
 import time

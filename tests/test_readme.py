@@ -1,4 +1,4 @@
-"""What README, CONTRIBUTING and docs/ name exists: links, files, modules and recipe keys."""
+"""Links, files, modules and recipe keys that README, CONTRIBUTING and docs/ name exist."""
 
 import re
 import tomllib
@@ -92,7 +92,7 @@ def _exists(path: str) -> bool:
 
 
 def _is_in_a_module(name: str) -> bool:
-    """Whether a dotted name is that of a package, of a module, or of something in a module."""
+    """Return whether a dotted name is that of a package, a module, or something in a module."""
     folder = _SOURCE.parent
     for part in name.split("."):
         if (folder / f"{part}.py").exists():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.build import make_row
+from tests.build import bare_recipe, make_row
 
 from longtake import config
 from longtake.config import Recipe
@@ -17,16 +17,7 @@ from longtake.run_dir import RunDirectory, beside, refuse_moved
 
 
 def _recipe(out: Path, **training: Any) -> Recipe:
-    values = {
-        "out": str(out),
-        "data": {
-            "catalog": "catalog.parquet",
-            "buckets": [{"num_frames": 1, "height": 8, "width": 8}],
-        },
-        "model": {"family": "tubelet"},
-        "training": {"steps": 10, "global_batch_size": 2} | training,
-    }
-    return config.parse(values, "test")
+    return bare_recipe(out, training={"steps": 10, "global_batch_size": 2} | training)
 
 
 def _begin(path: Path, **training: Any) -> RunDirectory:
@@ -93,7 +84,7 @@ def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path)
     changes = ["training.steps=20", "data.catalog=chunk 2.parquet"]
     with pytest.raises(RecipeChangedError) as caught:
         run.claim(config.changed(run.recipe(), changes))
-    assert "data.catalog: 'catalog.parquet' there, 'chunk 2.parquet' now" in str(caught.value)
+    assert "data.catalog: 'none.parquet' there, 'chunk 2.parquet' now" in str(caught.value)
     assert "training.steps=20 --set 'data.catalog=chunk 2.parquet' --set" in str(caught.value)
 
 
@@ -245,7 +236,7 @@ def test_a_run_that_begins_beside_another_has_the_first_free_number(tmp_path: Pa
 def test_the_recipe_of_a_moved_run_is_refused_with_the_command_that_resumes_it(
     tmp_path: Path,
 ) -> None:
-    """It would train another run, or begin a new one where the run was before."""
+    """Training by it would resume another run, or begin a new one where the run was before."""
     run, moved = _begin(tmp_path / "run"), tmp_path / "moved"
     refuse_moved(run.recipe_path, run.recipe(), ())
     shutil.copytree(run.path, moved)

@@ -88,7 +88,7 @@ def test_a_waiting_process_says_its_line(start: Start) -> None:
 
 
 def test_a_process_that_holds_the_lock_says_its_line(start: Start) -> None:
-    """In a call of C that does not give Python's lock back; it is not paused for it."""
+    """A call of C does not give Python's lock back; the process is not paused to read it."""
     found = stacks.dump_process(start("hold_the_lock"), native=False)
     assert (found.method, found.where) == (
         "py-spy --nonblocking",
@@ -98,7 +98,7 @@ def test_a_process_that_holds_the_lock_says_its_line(start: Start) -> None:
 
 
 def test_a_process_that_runs_fast_is_read(start: Start) -> None:
-    """What is read of it while it runs may not fit together; then it is read again, or paused."""
+    """Frames read while it runs may not fit together; it is then read again, or paused."""
     pid = start("run_fast")
     for _ in range(10):
         found = stacks.dump_process(pid, native=False)
@@ -107,7 +107,7 @@ def test_a_process_that_runs_fast_is_read(start: Start) -> None:
 
 
 def test_a_stopped_process_is_read_and_stays_stopped(start: Start) -> None:
-    """Where a plain py-spy would hang or fail."""
+    """A plain py-spy would hang or fail."""
     pid = start()
     os.kill(pid, signal.SIGSTOP)
     await_state(pid, "T")
@@ -209,7 +209,7 @@ os.kill(os.getpid(), signal.SIGSEGV)
 def test_stacks_go_to_a_file_or_stderr_and_a_crash_to_stderr(
     has_file: bool, tmp_path: Path
 ) -> None:
-    """What the file held before is of another process with the same number."""
+    """The file's former content is of another process with the same number."""
     file = tmp_path / "stacks.txt"
     file.write_text("of another process")
     command = [sys.executable, "-c", _PROGRAM_ALLOW, *([str(file)] if has_file else [])]
@@ -252,7 +252,7 @@ def test_what_does_not_move_is_counted_from_the_outermost_call() -> None:
 
 
 def test_calls_of_c_do_not_tell_stacks_apart() -> None:
-    """So that one that was read with them equals one that was not; they can be had apart."""
+    """A stack that was read with them equals one that was not."""
     sleep, ffi = ("clock_nanosleep", "/usr/lib/libc.so.6", 0), ("ffi_call", "libffi.so.8", 0)
     frozen = ("_run_code", "<frozen runpy>", 88)
     native = _thread(sleep, _WAIT, ffi, _MAIN, frozen, ("0x7f", "/usr/lib/libc.so.6", 0))

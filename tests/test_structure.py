@@ -60,7 +60,7 @@ _ASSIGNED = re.compile(r"^(_?[A-Z][A-Z0-9_, ]*)(?::[^=\n]*)? = ", re.MULTILINE)
 
 
 def _constants(path: Path) -> Counter[str]:
-    """How often each name in capitals is assigned at the top level of a module."""
+    """Count the assignments of each name in capitals at the top level of a module."""
     text = path.read_text(encoding="utf-8")
     names = [name for found in _ASSIGNED.findall(text) for name in re.split(r"[, ]+", found)]
     if len(names) == len(set(names)):

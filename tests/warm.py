@@ -59,7 +59,7 @@ _NAMED = {
         "UMT5EncoderModel",
     ),
 }
-"""What these packages import when it is asked for."""
+"""Names that these packages import when they are first used."""
 _SECONDS_TO_END = 60
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER
 _DROP_CAPABILITY = 24  # PR_CAPBSET_DROP

@@ -20,7 +20,7 @@ _WATCHED = "watch.min_seconds = 2.0\ntracking.tensorboard = false\n"
 
 @pytest.fixture(scope="module")
 def unwatched(tmp_path_factory: pytest.TempPathFactory) -> Sandbox:
-    """For drills in which the watcher has no part."""
+    """A sandbox for drills in which the watcher has no part."""
     return Sandbox(tmp_path_factory.mktemp("unwatched"), Console(quiet=True), _UNWATCHED)
 
 

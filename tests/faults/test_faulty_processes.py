@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.build import wait_until
 
 from longtake.faults import faulty_processes
-from longtake.faults.faulty_processes import Hang, WrongClock, read_hang
+from longtake.faults.faulty_processes import WrongClock, read_hang
 from longtake.health.clock import Clocks
 from longtake.stacks import state_of
 
@@ -35,26 +36,15 @@ def test_a_process_says_where_it_hangs_before_it_does(
     start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path, how: str
 ) -> None:
     process = start(how)
-    hang = _wait_for_hang(tmp_path)
+    hang = wait_until(lambda: read_hang(tmp_path))
     lines = Path(faulty_processes.__file__).read_text().splitlines()
     assert (hang.pid, hang.function, hang.clip) == (process.pid, how, "c0ffee")
     assert hang.at <= time.monotonic()
     wanted = {"asleep": "time.sleep", "stopped": "os.kill"}.get(how, ".read(")
     assert wanted in lines[hang.line - 1]
-    deadline = time.monotonic() + 10
-    while state_of(process.pid) != ("T" if how == "stopped" else "S"):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: state_of(process.pid) == ("T" if how == "stopped" else "S"))
     assert start(how).wait(timeout=300) == 0
     assert process.poll() is None
-
-
-def _wait_for_hang(folder: Path) -> Hang:
-    deadline = time.monotonic() + 20
-    while (hang := read_hang(folder)) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return hang
 
 
 def test_a_wrong_clock_steps_and_drifts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

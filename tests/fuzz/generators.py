@@ -5,10 +5,12 @@ import json
 import random
 import shutil
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 from tests.fuzz.mutations import (
     TEXTS,
     TOML_VALUES,
@@ -18,9 +20,9 @@ from tests.fuzz.mutations import (
     damage_catalog,
     damage_json,
     damage_lines,
+    damage_recipe,
     damage_tree,
     hostile_pickle,
-    recipe_text,
     replace_by_other_kind,
 )
 
@@ -90,11 +92,24 @@ _rollbacks = _damaged(damage_lines, "run/rollbacks.jsonl", [*_SEEN, _AUDIT])
 _guard_reports = _damaged(damage_json, "run/guard/step_00000002_0.json", _SEEN)
 _run_json = _damaged(damage_json, "run/run.json", [*_SHOW, _AUDIT, _SAMPLE, _REPORT])
 _checkpoint_bytes = _damaged(damage_tree, _STEP, [_SAMPLE, _SAMPLE, _EVALUATE, _TRAIN])
+_kept_recipe = _damaged(damage_recipe, "run/recipe.toml", [_SAMPLE, *_SHOW, _AUDIT, _EVALUATE])
+_catalogs = _damaged(
+    damage_catalog,
+    "catalog.parquet",
+    [
+        Case(["data", "show", "catalog.parquet"]),
+        Case(["data", "show", "catalog.parquet", "--json"]),
+        Case(["data", "show", "catalog.parquet", "--out", "pictures"]),
+        Case(["data", "show", "catalog.parquet", "recipe.toml"]),
+        Case(["data", "index", "clips", "--out", "catalog.parquet"], ("catalog.parquet",)),
+        _TRAIN,
+    ],
+)
 _committed = _damaged(damage_json, f"{_STEP}/COMMITTED", [_SAMPLE, *_SHOW, _TRAIN])
 
 
 def ledger(chance: random.Random, place: Path) -> Case:
-    """What each step consumed."""
+    """Damage a ledger."""
     launch = place / "run" / "ledger" / "launch_0000"
     if chance.random() < 0.6:
         damage_json(chance, launch / "launch.json")
@@ -104,7 +119,7 @@ def ledger(chance: random.Random, place: Path) -> Case:
 
 
 def node_files(chance: random.Random, place: Path) -> Case:
-    """What a node's watcher wrote."""
+    """Damage a record of a node's watcher."""
     node = place / "run" / "nodes" / "node7"
     kind = chance.choice(["heartbeat", "events", "health", "dump", "request", "request"])
     match kind:
@@ -120,7 +135,7 @@ def node_files(chance: random.Random, place: Path) -> Case:
 
 
 def scores(chance: random.Random, place: Path) -> Case:
-    """What an evaluation measured."""
+    """Damage a record of an evaluation."""
     evaluations = place / "run" / "evaluations"
     names = ["tiny/step_00000004/scores.json"] * 3 + ["tiny/preset.json", "tiny/reference.json"]
     claims = [
@@ -153,28 +168,6 @@ def components(chance: random.Random, place: Path) -> Case:
     return chance.choice([_SAMPLE, _EVALUATE, _TRAIN])
 
 
-def kept_recipe(chance: random.Random, place: Path) -> Case:
-    """The recipe in a run."""
-    path = place / "run" / "recipe.toml"
-    path.write_bytes(recipe_text(chance, path.read_text()))
-    return chance.choice([_SAMPLE, *_SHOW, _AUDIT, _EVALUATE])
-
-
-def catalogs(chance: random.Random, place: Path) -> Case:
-    """A catalog."""
-    damage_catalog(chance, place / "catalog.parquet")
-    return chance.choice(
-        [
-            Case(["data", "show", "catalog.parquet"]),
-            Case(["data", "show", "catalog.parquet", "--json"]),
-            Case(["data", "show", "catalog.parquet", "--out", "pictures"]),
-            Case(["data", "show", "catalog.parquet", "recipe.toml"]),
-            Case(["data", "index", "clips", "--out", "catalog.parquet"], ("catalog.parquet",)),
-            _TRAIN,
-        ]
-    )
-
-
 def sources(chance: random.Random, place: Path) -> Case:
     """Folders, tables, tars and captions to index."""
     more = place / "more"
@@ -190,8 +183,7 @@ def sources(chance: random.Random, place: Path) -> Case:
 
 def recipes_parsed(chance: random.Random, place: Path) -> Case:
     """Recipes that are only read."""
-    path = place / "recipe.toml"
-    path.write_bytes(recipe_text(chance, path.read_text()))
+    damage_recipe(chance, place / "recipe.toml")
     command = ["data", "show", "catalog.parquet", "recipe.toml"]
     if chance.random() < 0.4:
         key = chance.choice(["data.windows", "optimizer.kind", "ema.decay", "x.y", "model.config"])
@@ -201,8 +193,7 @@ def recipes_parsed(chance: random.Random, place: Path) -> Case:
 
 def recipes_trained(chance: random.Random, place: Path) -> Case:
     """Recipes that are trained."""
-    path = place / "recipe.toml"
-    path.write_bytes(recipe_text(chance, path.read_text()))
+    damage_recipe(chance, place / "recipe.toml")
     out = chance.choice(["run", "run", "new"])
     command = ["train", "recipe.toml", "--set", "training.steps=6", "--set", f"out={out}"]
     return Case(command, TRAINED, LOGS)
@@ -283,7 +274,7 @@ def resume(chance: random.Random, place: Path) -> Case:
 
 SHARES: dict[str, tuple[Generator, int]] = {
     "sources": (sources, 284),
-    "catalogs": (catalogs, 725),
+    "catalogs": (_catalogs, 725),
     "recipes_parsed": (recipes_parsed, 222),
     "recipes_trained": (recipes_trained, 523),
     "events": (_events, 540),
@@ -297,17 +288,27 @@ SHARES: dict[str, tuple[Generator, int]] = {
     "checkpoint_bytes": (_checkpoint_bytes, 82),
     "committed": (_committed, 128),
     "components": (components, 35),
-    "kept_recipe": (kept_recipe, 129),
+    "kept_recipe": (_kept_recipe, 129),
     "recommitted": (recommitted, 91),
     "arguments": (arguments, 412),
     "disks": (disks, 221),
     "resume": (resume, 385),
 }
-"""Of 6,415 cases, the number that each set has."""
+"""Generators, and the number of cases of each among 6,415."""
+
+
+def cases_of(shares: Mapping[str, tuple[Generator, int]], count: int) -> list[Any]:
+    """Return about `count` pairs of a generator's name and a number; one of each at least."""
+    whole = sum(share for _, share in shares.values())
+    return [
+        pytest.param(name, number, id=f"{name}-{number}")
+        for name, (_, share) in shares.items()
+        for number in range(max(1, round(count * share / whole)))
+    ]
 
 
 def take_permission(place: Path) -> None:
-    """Nothing below can be written."""
+    """Let nothing below be written."""
     for path in (place, *place.rglob("*")):
         if not path.is_symlink():
             path.chmod(0o555 if path.is_dir() else 0o444)

@@ -1,4 +1,4 @@
-"""What every case begins with: clips, a catalog, a recipe and a run with some of everything."""
+"""The place that every case begins with: clips, a catalog, a recipe, and a run of all parts."""
 
 import os
 import shutil

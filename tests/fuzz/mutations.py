@@ -127,7 +127,7 @@ def unevaluate(place: Path, *, keep_claims: bool = False) -> None:
 
 
 class _Hostile:
-    """What runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return os.system, ("touch canary",)
@@ -181,9 +181,9 @@ def damage_tree(chance: random.Random, folder: Path, change: Change = damage_byt
     return path
 
 
-def recipe_text(chance: random.Random, text: str) -> bytes:
-    """A recipe with a value changed, a line moved, or bytes that are no TOML."""
-    lines = text.splitlines()
+def damage_recipe(chance: random.Random, path: Path) -> None:
+    """Change a value of a recipe, move a line, or write bytes that are no TOML."""
+    lines = path.read_text().splitlines()
     number = chance.randrange(len(lines))
     match chance.choice(["value", "value", "value", "drop", "twice", "key", "bytes", "deep"]):
         case "value" if "=" in lines[number]:
@@ -200,8 +200,9 @@ def recipe_text(chance: random.Random, text: str) -> bytes:
         case _:
             data = bytearray("\n".join(lines).encode())
             data[chance.randrange(len(data))] = chance.randrange(256)
-            return bytes(data)
-    return "\n".join(lines).encode()
+            path.write_bytes(data)
+            return
+    path.write_text("\n".join(lines))
 
 
 TOML_VALUES = [

@@ -1,4 +1,4 @@
-"""What must hold after any command on any input."""
+"""Conditions that hold after any command on any input."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -28,7 +28,7 @@ def complaints(
     may_change: tuple[str, ...],
     appended: tuple[str, ...],
 ) -> list[str]:
-    """What is wrong with how a command ended; nothing, if all is well.
+    """List the conditions that the end of a command breaks.
 
     Args:
         ended: the command's end.

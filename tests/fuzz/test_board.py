@@ -8,16 +8,19 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from http.client import HTTPConnection
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.fuzz import damages as d
-from tests.fuzz.generators import SHARES
-from tests.fuzz.mutations import DEEP, TEXTS, replace_with
+from tests.fuzz.generators import SHARES, cases_of
+from tests.fuzz.mutations import DEEP, replace_with
 from tests.fuzz.oracle import CANARY
 
 from longtake.process import program
@@ -44,17 +47,16 @@ class _Board:
         self.folder, self.process, self.port = folder, process, port
 
     def get(self, path: str) -> tuple[int, str, bytes]:
-        """Status, headers and body; of a stream, its first event."""
-        with socket.create_connection(("127.0.0.1", self.port), _SECONDS) as connection:
-            request = f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-            connection.sendall(request.encode())
-            is_stream, found = path.startswith("/live"), b""
-            while data := connection.recv(2**16):
-                found += data
-                if is_stream and b"\n\n" in found.partition(b"\r\n\r\n")[2]:
-                    break
-        head, _, body = found.partition(b"\r\n\r\n")
-        return int(head.split()[1]), head.decode("latin-1").lower(), body
+        """Return status, headers and body; of a stream, its first event."""
+        with closing(HTTPConnection("127.0.0.1", self.port, timeout=_SECONDS)) as connection:
+            connection.request("GET", path, headers={"Host": "localhost", "Connection": "close"})
+            response = connection.getresponse()
+            if path.startswith("/live"):
+                lines = iter(response.readline, b"")
+                body = b"".join(takewhile(lambda line: line != b"\n", lines))
+            else:
+                body = response.read()
+        return response.status, str(response.headers).lower(), body
 
 
 @pytest.fixture(scope="session")
@@ -70,6 +72,7 @@ def board(base: Path, _home: Path) -> Iterator[_Board]:
     ):
         while not (found := re.search(r"http://\S+:(\d+)/", _text(_home / "complaints"))):
             assert process.poll() is None
+            time.sleep(0.05)
         yield _Board(folder, process, int(found[1]))
         process.terminate()
         process.wait(_SECONDS)
@@ -80,7 +83,7 @@ def _text(path: Path) -> str:
 
 
 def _complaints(board: _Board, place: Path) -> list[str]:
-    """What is wrong with the board of a place's run."""
+    """List the problems of the board of a place's run."""
     assert board.process.poll() is None, f"the board ended: {board.process.poll()}"
     run, found = board.folder / "run", list[str]()
     subprocess.run(["chmod", "-R", "u+rwX", str(place)], check=False, capture_output=True)
@@ -153,7 +156,6 @@ _FOLDERS = (
     *("run/evaluations/tiny", "run/evaluations/tiny/step_00000004", "run/ledger", "run/catalogs"),
     *("run/checkpoints", d.STEP, "run/guard", "run/lease", "run/components"),
 )
-_LINES = tuple(name for name in _RECORDS if name.endswith(".jsonl"))
 _HOSTILE = "</script><script>alert(1)</script>\x1b]0;t\x07\x9b2J\u202e\u2028\0<img src=x onerror=a>"
 
 
@@ -187,12 +189,6 @@ def test_anything_may_be_where_a_file_or_folder_was(
                 look(f"{kind} at {name}")
                 replace_with(path, "nothing")
                 (place / "kept").rename(path)
-
-
-@pytest.mark.parametrize("name", _LINES)
-def test_lines_may_be_no_records(name: str, place: Path, look: Callable[[str], None]) -> None:
-    d.add_lines(name, TEXTS)(place)
-    look(name)
 
 
 @pytest.mark.parametrize("name", _RECORDS)
@@ -244,20 +240,10 @@ def test_names_of_files_and_folders_are_escaped(place: Path, look: Callable[[str
 _OTHERS = {
     *("sources", "catalogs", "recipes_parsed", "recipes_trained", "arguments", "disks", "resume")
 }
+_OF_A_RUN = {name: each for name, each in SHARES.items() if name not in _OTHERS}
 
 
-def _cases() -> list[Any]:
-    """Those of generators that damage a run."""
-    shares = {name: share for name, (_, share) in SHARES.items() if name not in _OTHERS}
-    whole = sum(shares.values())
-    return [
-        pytest.param(name, number, id=f"{name}-{number}")
-        for name, share in shares.items()
-        for number in range(max(1, round(_NUM_CASES * share / whole)))
-    ]
-
-
-@pytest.mark.parametrize(("name", "number"), _cases())
+@pytest.mark.parametrize(("name", "number"), cases_of(_OF_A_RUN, _NUM_CASES))
 def test_any_damage_leaves_pages(
     name: str, number: int, place: Path, look: Callable[[str], None]
 ) -> None:

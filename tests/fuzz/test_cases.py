@@ -62,8 +62,6 @@ _SCORE = ("data", "score", "catalog.parquet", "--out", "scored.parquet", "--by",
 _PICTURES = ("data", "show", "catalog.parquet", "--out", "pictures")
 
 _DEEP_OBJECT = b'{"a":' * DEEP + b"1" + b"}" * DEEP
-_LONG = "x" * 300
-_DIGITS = "9" * 5000
 
 _MAY_CHANGE = (*TRAINED, "run/evaluations/*", "run/slurm/*", _JOURNAL)
 
@@ -139,35 +137,8 @@ _OTHER_KINDS = [
     _case("pipe beside clips", _pipe_beside_clips, _INDEX),
 ]
 
-_SURROGATE = json.dumps({"caption": "\ud800"}).encode()
 _SOURCES = [
-    *[
-        _case("source", damaging, _INDEX)
-        for damaging in [
-            add_source("a.csv", f"video,id\na.mp4,{2**60}1\n"),
-            add_source("a.csv", "video,caption,caption\na.mp4,a,b\n"),
-            add_source("a.csv", "video,n,n\na.mp4,1,2\n"),
-            add_source("a.csv", 'video,caption\na.mp4,"open\nb.mp4,x\n'),
-            add_source("a.jsonl", b'{"video": "a.mp4", "text": "\\ud800"}\n'),
-            add_source("a.txt", _LONG),
-            add_table(video=pa.array([b"\xff.mp4"]).view(pa.string())),
-            add_tar(b'{"n": 1' + b"0" * 400 + b"}"),
-            add_tar(_SURROGATE),
-        ]
-    ],
     _case("large integer", add_table(video=["a.mp4"], id=[2**60 + 1]), _INDEX, **_SUCCEEDS),
-]
-_LONG_NAMES = [
-    _case("long name", _nothing(), command)
-    for command in [
-        ("data", "index", _LONG, "--out", "new.parquet"),
-        ("data", "index", "clips", "--out", f"{_LONG}/x.parquet"),
-        ("data", "show", f"{_LONG}.parquet"),
-        ("show", _LONG),
-        (*_EVALUATE, "--presets", f"{_LONG}.toml"),
-        (*_SAMPLE, "--out", f"{_LONG}.mp4"),
-        (*_TRAIN_NEW, "--set", f"codec={{kind='autoencoder', pretrained='./{_LONG}'}}"),
-    ]
 ]
 _CATALOGS = [
     _case(
@@ -217,6 +188,7 @@ _CATALOGS = [
 _SETTINGS = [
     _case(value[:40], _nothing(), (*_TRAIN_NEW, "--set", value))
     for value in [
+        f"codec={{kind='autoencoder', pretrained='./{'x' * 300}'}}",
         'data.catalog="a\\u0000b"',
         'text.pretrained="a\\u0000b"',
         "model.config={hidden_size=4611686018427387904}",
@@ -253,15 +225,10 @@ _PARTS = [
     _case("width", change_kept_recipe("hidden_size = 24", f"hidden_size = {10**11}"), _SAMPLE),
 ]
 
-_ARGUMENTS = [
-    _case("argument", _nothing(), command)
-    for command in [
-        ("launch", "recipe.toml", "--nnodes", _DIGITS),
-        ("launch", "recipe.toml", "--nproc-per-node", _DIGITS),
-        ("data", "index", "", "--out", "new.parquet"),
-    ]
+_LAUNCHES = [
+    _case("many nodes", _nothing(), ("launch", "recipe.toml", "--nnodes", "9" * 5000)),
+    _case("read-only", take_permission, _LAUNCH_ONE, unprivileged=True),
 ]
-_READ_ONLY = [_case("read-only", take_permission, _LAUNCH_ONE, unprivileged=True)]
 
 
 @damage
@@ -404,8 +371,8 @@ _FOREIGN = [
 @pytest.mark.parametrize(
     ("damaging", "command", "more"),
     [
-        *(*_FOREIGN, *_OTHER_LINES, *_OTHER_TYPES, *_OTHER_KINDS, *_SOURCES, *_LONG_NAMES),
-        *(*_CATALOGS, *_SETTINGS, *_PARTS, *_ARGUMENTS, *_READ_ONLY, *_SERVERS, *_LINKS),
+        *(*_FOREIGN, *_OTHER_LINES, *_OTHER_TYPES, *_OTHER_KINDS, *_SOURCES),
+        *(*_CATALOGS, *_SETTINGS, *_PARTS, *_LAUNCHES, *_SERVERS, *_LINKS),
         *(*_LARGE, *_LEASES),
     ],
 )

@@ -65,7 +65,7 @@ def test_a_read_only_working_directory(command: list[str], place: Path, check: _
 
 
 def test_the_vocabulary_does_not_fit_on_the_disk(place: Path, check: _Check) -> None:
-    """Of a new run; the same command goes on when there is room."""
+    """The same command begins the run when there is room."""
     command = [*_TRAIN, "--set", "out=new"]
     with _full(place / "new" / "components" / "tokenizer"):
         ended = check(command)

@@ -11,22 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.fuzz.generators import SHARES
+from tests.fuzz.generators import SHARES, cases_of
 
 _SEED = int(os.environ.get("LONGTAKE_FUZZ_SEED", "2"))
 _NUM_CASES = int(os.environ.get("LONGTAKE_FUZZ_CASES", "120"))
 
 
-def _cases() -> list[Any]:
-    whole = sum(share for _, share in SHARES.values())
-    return [
-        pytest.param(name, number, id=f"{name}-{number}")
-        for name, (_, share) in SHARES.items()
-        for number in range(max(1, round(_NUM_CASES * share / whole)))
-    ]
-
-
-@pytest.mark.parametrize(("name", "number"), _cases())
+@pytest.mark.parametrize(("name", "number"), cases_of(SHARES, _NUM_CASES))
 def test_any_input_ends_in_order(
     name: str, number: int, place: Path, check: Callable[..., Any]
 ) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.build import bare_recipe
 from tests.data.build import Oracle, catalog_of, clip, identities_of, names_of
 
-from longtake import config
 from longtake.config import DataSection
 from longtake.data import decoding_source
 from longtake.data.audit import audit
@@ -39,7 +39,7 @@ _WIDE = {"num_frames": 4, "height": 16, "width": 32}
 
 
 class _MadeUpPixels:
-    """In the place of a `DecodePool`: each pixel is the first byte of the clip's identity."""
+    """A stand-in for `DecodePool`: each pixel is the first byte of the clip's identity."""
 
     broken: frozenset[str] = frozenset()
 
@@ -91,13 +91,9 @@ class _History:
         self.is_saved = False  # by the present launch
         self.run = RunDirectory(place / "run")
         self.run.path.mkdir()
-        values = {
-            "out": str(self.run.path),
-            "data": self.data("refuse"),
-            "model": {"family": "tubelet"},
-            "training": {"steps": 1000, "global_batch_size": self.batch_size},
-        }
-        self.run.create(config.parse(values, "test"))
+        training = {"steps": 1000, "global_batch_size": self.batch_size}
+        recipe = bare_recipe(self.run.path, data=self.data("refuse"), training=training)
+        self.run.create(recipe)
         self.oracle = Oracle({index: self.wanted() for index in self.epochs.values()})
         self.trained = Counter[int]()  # clips by epoch
         self.at_state = copy.deepcopy((self.oracle, self.trained))
@@ -194,7 +190,7 @@ class _History:
     # --- What may happen ----------------------------------------------------------------------
 
     def kill(self) -> None:
-        """What was trained since the checkpoint is lost."""
+        """Lose what was trained since the checkpoint."""
         self.oracle, self.trained = copy.deepcopy(self.at_state)
 
     def roll_back(self, loaders: list[Loader]) -> list[tuple[int, int]]:

@@ -34,7 +34,7 @@ _SHOWN = 12
 
 
 class Goldens:
-    """What a commit computes on this processor; made when it is first asked for, and kept.
+    """Results of a commit on this processor; computed when first asked for, and kept.
 
     Args:
         commit: whose they are.
@@ -54,7 +54,7 @@ class Goldens:
                 aside.rename(self.clips)
 
     def part(self, name: str) -> Any:
-        """What a part is at the commit."""
+        """Return the results of a part at the commit."""
         path = self._folder / f"{name}.json"
         with self._alone(name):
             if not path.exists():
@@ -63,7 +63,7 @@ class Goldens:
         return json.loads(path.read_text(encoding="utf-8"))
 
     def drills(self, names: Sequence[str]) -> dict[str, str]:
-        """How drills end at the commit; all of its drills, if none is named."""
+        """Return the endings of drills at the commit; of all its drills, if none is named."""
         with self._alone("drills"):
             wanted = list(names) or scenarios.all_drills(self._tree)
             paths = {name: self._drills / f"{name}.json" for name in wanted}
@@ -118,7 +118,7 @@ def main() -> int:
 
 
 def _go(goldens: Goldens, parts: Sequence[str], drills: Sequence[str], tree: Tree | None) -> bool:
-    """Whether anything differs."""
+    """Return whether anything differs."""
     differs = False
     for name in parts:
         golden = goldens.part(name)
@@ -157,7 +157,7 @@ def _write(path: Path, value: Any) -> None:
 
 
 def _processor() -> str:
-    """What decides the last bits: instructions and libraries."""
+    """Name what decides the last bits: instructions and libraries."""
     import torch
 
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -168,7 +168,7 @@ def _processor() -> str:
 
 
 def _definitions() -> str:
-    """Of the scenarios: goldens of others are of no use."""
+    """Digest the scenarios: goldens of other scenarios are of no use."""
     names = ("material", "scenarios")
     texts = [(_HERE / f"{name}.py").read_text(encoding="utf-8") for name in names]
     return _digest(*texts, str(readers.VERSION))

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tests.goldens.tree import Tree
 
 VERSION = 1
-"""To be raised when other things are read; not when the same is read from another format."""
+"""Raise it when other things are read; not when the same is read from another format."""
 
 _FIELDS = (
     "epoch",
@@ -96,7 +96,7 @@ def read_checkpoints(tree: Tree, run: Path) -> dict[str, dict[str, str]]:
 
 
 def read_rollbacks(tree: Tree, run: Path) -> list[dict[str, Any]]:
-    """From which step to which each rollback led, and which batches it skipped."""
+    """Read the steps between which each rollback led, and the batches that it skipped."""
     path = run / tree.name("files", "rollbacks.jsonl")
     names = {field: tree.name("fields", field) for field in ("from_step", "to_step", "skipped")}
     rows = _json_lines(path) if path.exists() else iter(())
@@ -138,7 +138,7 @@ def read_cache(tree: Tree, folder: Path) -> dict[str, list[str]]:
 
 
 def _checksum(part: Path) -> str:
-    """Of all that a folder of torch's distributed checkpoint holds, whatever it is called there."""
+    """Checksum of all that a folder of torch's distributed checkpoint holds, under any name."""
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict

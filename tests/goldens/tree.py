@@ -27,7 +27,7 @@ _LIMIT_SECONDS, _LOOK_SECONDS = 3 * 3600.0, 0.005
 
 @dataclass(frozen=True)
 class Result:
-    """How a command ended."""
+    """The end of a command."""
 
     exit_code: int
     out: str
@@ -106,7 +106,7 @@ class Tree:
         return result
 
     def json(self, verb: str, *arguments: str, cwd: Path | None = None) -> Any:
-        """What a command prints as JSON, whatever its exit code."""
+        """Return the JSON that a command prints, whatever its exit code."""
         result = self.run(verb, *arguments, "--json", cwd=cwd)
         try:
             return json.loads(result.out)
@@ -135,7 +135,7 @@ def checked_out(commit: str) -> Iterator[Path]:
 
 
 def git(*arguments: str) -> str:
-    """What git prints, in this clone."""
+    """Return the output of git in this clone."""
     here = Path(__file__).parent
     done = subprocess.run(
         ["git", *arguments], cwd=here, capture_output=True, text=True, check=False

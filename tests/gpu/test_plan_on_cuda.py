@@ -1,4 +1,4 @@
-"""What a plan says of a GPU, against that GPU; skipped where there is none.
+"""Plans for a GPU, against that GPU; skipped where there is none.
 
 `benchmarks/gpu_plan.py` measures the same at full size.
 """
@@ -6,12 +6,11 @@
 import tomllib
 from itertools import cycle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from tests.build import hold_weights
-from torch import Tensor, nn
+from tests.build import fill_weights, hold_weights
 
 from longtake import config
 from longtake.models.objective import flow_losses
@@ -44,21 +43,8 @@ def _outlined(trained: str, dtype: str, gpu: DeviceBudget) -> MetaStep:
     return outline_step(config.parse(values, source="test"), gpu)
 
 
-def _filled(step: MetaStep, device: torch.device) -> MetaStep:
-    generator = torch.Generator(device).manual_seed(0)
-
-    def real(tensor: Tensor) -> Tensor:
-        values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-        values.normal_(std=0.05, generator=generator)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(values, tensor.requires_grad)
-        return values
-
-    for module in step.components.model.modules():
-        for held in (cast("dict[str, Tensor | None]", module._parameters), module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = real(tensor)
+def _filled(step: MetaStep) -> MetaStep:
+    fill_weights(step.components.model, "cuda", 0.05)
     return step
 
 
@@ -99,10 +85,7 @@ def test_peaks_are_those_of_the_gpu(trained: str, dtype: str) -> None:
     Loss and gradients are the same whatever is recomputed, but for the order of attention's sums.
     """
     gpu, device = device_for("cuda"), torch.device("cuda")
-    planned, real = (
-        _outlined(trained, dtype, gpu),
-        _filled(_outlined(trained, dtype, gpu), device),
-    )
+    planned, real = _outlined(trained, dtype, gpu), _filled(_outlined(trained, dtype, gpu))
     outcomes = []
     for policy in ("none", "all", "save-attention"):
         trace = planned.tracer.trace(options_of(policy, tuple(planned.tracer.subject.blocks)))
@@ -124,7 +107,7 @@ def test_mixtures_take_what_was_predicted(weights: BlockWeights) -> None:
     """Offloaded, recomputed and kept blocks in turn, with their frozen weights in each place."""
     gpu, device = device_for("cuda"), torch.device("cuda")
     planned = _outlined("lora", "bf16", gpu)
-    real = _filled(_outlined("lora", "bf16", gpu), device)
+    real = _filled(_outlined("lora", "bf16", gpu))
     names = tuple(real.tracer.subject.blocks)
     _, *kept = _run(real, {}, device)
     options = {

@@ -19,7 +19,7 @@ _REQUESTS = [Request("a red circle moving up", seed) for seed in range(32)]
 
 @pytest.fixture
 def sampler(small_recipe: MakeRecipe) -> Sampler:
-    """Of a small model, trained on the CPU, on the GPU."""
+    """The sampler, on the GPU, of a small model that was trained on the CPU."""
     recipe = small_recipe("training.steps=6", "data.buckets=[{num_frames=8,height=64,width=64}]")
     train(recipe, Console(quiet=True))
     return load_sampler(recipe.out, device="cuda")

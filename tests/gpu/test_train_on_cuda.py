@@ -1,4 +1,4 @@
-"""What a GPU must give; skipped where there is none."""
+"""Training and sampling on a GPU; skipped where there is none."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Which kernels compute attention that trains. See also tests/families/test_gradient_layouts.py."""
+"""Kernels of attention that trains. See also tests/families/test_gradient_layouts.py."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -31,7 +31,7 @@ def _replaced(operation: str, function: Any, key: str = "CPU") -> Iterator[None]
 
 @pytest.fixture
 def flash_runs() -> Iterator[list[Tensor]]:
-    """What the CPU's fused kernel was called with."""
+    """Queries that the CPU's fused kernel was called with."""
     runs, torchs = list[Tensor](), get_kernel(f"aten::{_FLASH}", "CPU")
 
     def seen(keys: Any, query: Tensor, *args: Any, **how: Any) -> Any:

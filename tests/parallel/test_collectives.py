@@ -1,4 +1,4 @@
-"""What ranks tell each other. Run by torchrun, this file is one of two ranks."""
+"""Messages between ranks. Run by torchrun, this file is one of two ranks."""
 
 import os
 import sys
@@ -48,7 +48,7 @@ _SECTION = ParallelSection(strategy="shard", timeout_seconds=700, long_timeout_s
 
 
 def _check_as_one_of_two(folder: Path) -> None:
-    """At last the second rank stops, and the first learns what it waited for."""
+    """The second rank stops at last, and the first learns what it waited for."""
     ended = folder / "ended"
     message = (
         r"Rank 0 has waited 1 s in all_reduce of the process group default, and one of the 2 "

@@ -24,9 +24,9 @@ from longtake.planner.activation_checkpointing import run_block
 from longtake.planner.record import Activations
 
 _PASSED: list[torch.Size] = []
-"""Of what this rank has passed on in its ring."""
+"""Shapes of the tensors that this rank has passed on in its ring."""
 _HEADS = {4: 4, 6: 2, 3: 1}
-"""How many of four ranks exchange tokens for heads, by the number of heads; the rest is a ring."""
+"""Ranks, of four, that exchange tokens for heads, by the number of heads; the rest is a ring."""
 _TOTALS = [(12,), (13,), (7, 3), (5, 2)]
 """Tokens of one row, or of two; also fewer than there are ranks."""
 
@@ -164,7 +164,7 @@ def _check_that_no_other_attention_goes_around(world: World) -> None:
 
 
 def _check_that_masks_are_exchanged(world: World) -> None:
-    """Of keys; a ring has no mask."""
+    """Masks of keys; a ring refuses any."""
     query, key, value = _drawn(3, 2, 4, 13, 12, seed=1)
     counts = _drawn(2, 1, 1, 13, seed=2) > 0
     whole = F.scaled_dot_product_attention(query, key, value, attn_mask=counts)

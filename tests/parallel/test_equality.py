@@ -1,4 +1,4 @@
-"""What is compared between ranks, and what is said of a difference."""
+"""Facts that ranks compare, and messages about their differences."""
 
 import random
 from pathlib import Path

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import ALONE
+from tests.build import ALONE, not_none
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -53,7 +53,7 @@ def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
 
 @pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("bfloat16", "float32", "bfloat16")])
 def test_bf16_gradients_have_a_norm_as_accurate_as_fp32(dtypes: tuple[str, ...]) -> None:
-    """With a norm or a factor in bf16, most gradients would come out as other numbers."""
+    """A norm or a factor in bf16 would change most gradients."""
     torch.manual_seed(0)
     kinds = zip((10, 1000, 30_000), dtypes, strict=True)
     model = nn.ParameterList(torch.zeros(n, dtype=getattr(torch, kind)) for n, kind in kinds)
@@ -95,13 +95,12 @@ def _assert_equal_gradients(
 ) -> None:
     """Compare gradients, which have one dtype, of a whole model and of a spread one."""
     for one, other in zip(alone.parameters(), model.parameters(), strict=True):
-        assert one.grad is not None
-        assert other.grad is not None
-        torch.testing.assert_close(full(other.grad), one.grad, rtol=rtol, atol=atol)
+        gradient = full(not_none(other.grad))
+        torch.testing.assert_close(gradient, not_none(one.grad), rtol=rtol, atol=atol)
 
 
 def _norm(model: nn.Module, world: World = ALONE) -> float:
-    """Of all gradients, from every rank's share."""
+    """Norm of all gradients, from every rank's share."""
     shares = [local_shard(p.grad) for p in model.parameters() if p.grad is not None]
     local = float(squares(shares).sum()) / world.num_copies
     return math.sqrt(sum_over_ranks({"squares": local}, world)["squares"])
@@ -128,8 +127,7 @@ def _check(world: World, parts: int) -> None:
         apply_fsdp(halves[1], [halves[1][0], halves[1][2]], world)
         for half, network in zip(halves, (alone, model), strict=True):
             for one, other in zip(half.parameters(), network.parameters(), strict=True):
-                assert other.grad is not None
-                one.grad = other.grad.bfloat16()
+                one.grad = not_none(other.grad).bfloat16()
         assert _norm(halves[1], world) == pytest.approx(_norm(halves[0]), rel=1e-6)
 
     averages = [Averages(network, _PROFILES) for network in (alone, model)]
@@ -173,7 +171,7 @@ class Prepares(nn.Linear):
 
 
 def _check_mixed(world: World) -> None:
-    """What FSDP2 alone refuses: it spreads together only what trains in one dtype."""
+    """FSDP2 alone refuses this: it shards together only parameters of one dtype."""
     torch.manual_seed(0)
     alone = Mixed()
     model = copy.deepcopy(alone)
@@ -188,7 +186,7 @@ def _check_mixed(world: World) -> None:
 def _collectives(
     model: nn.Module, samples: Tensor, world: World, *, is_last: bool
 ) -> dict[str, int]:
-    """How often ranks wait for each other after a micro-step's forward pass, by what they do."""
+    """Count the collectives after a micro-step's forward pass, by kind."""
     set_gradient_sync(model, wanted=is_last)
     losses = model(samples).square().sum()
     with CommDebugMode() as seen:  # type: ignore[no-untyped-call]
@@ -234,7 +232,7 @@ def _place(tensor: Tensor) -> int:
 
 
 def _check_that_replicas_copy_no_weight(world: World) -> None:
-    """As FSDP2 does on a mesh with shards of 1, which gives the same gradients bit by bit."""
+    """FSDP2 does, on a mesh with shards of 1, which gives the same gradients bit by bit."""
     of_one = init_device_mesh("cpu", (world.size, 1), mesh_dim_names=("replicate", "shard"))
     samples = torch.randn(8, 5, generator=torch.Generator().manual_seed(1)).chunk(2)[world.rank]
     counts, gradients = [], []
@@ -251,7 +249,7 @@ def _check_that_replicas_copy_no_weight(world: World) -> None:
 
 
 def _check_that_replicas_begin_and_stay_equal(world: World) -> None:
-    """Where a parameter has a gradient on one rank only, too."""
+    """Parameters that have a gradient on one rank only are averaged, too."""
     torch.manual_seed(world.rank)  # as random numbers of two kinds of processors
     frozen, trained = blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
     model, copies = nn.Sequential(*blocks), arranged(world, ParallelSection())
@@ -264,13 +262,11 @@ def _check_that_replicas_begin_and_stay_equal(world: World) -> None:
     if world.is_first:
         model(torch.ones(1, 2)).sum().backward()
     reduce_gradients(model, blocks, copies)
-    gradient = trained.bias.grad
-    assert gradient is not None
-    assert gradient.tolist() == [0.5, 0.5]
+    assert not_none(trained.bias.grad).tolist() == [0.5, 0.5]
 
 
 def _check_that_gradients_add_up_in_fp32(world: World) -> None:
-    """In bf16, a small one added to a large one would be lost; FSDP2 rounds their sum."""
+    """A small one added to a large one would be lost in bf16; FSDP2 rounds their sum."""
     model = nn.Sequential(nn.Linear(1, 2, bias=False)).bfloat16()
     apply_fsdp(model, [model[0]], world)
     parts = [1.0, *[2.0**-9] * 4]
@@ -278,15 +274,13 @@ def _check_that_gradients_add_up_in_fp32(world: World) -> None:
         set_gradient_sync(model, wanted=number == len(parts))
         model(torch.full((1, 1), size, dtype=torch.bfloat16)).sum().backward()
     reduce_gradients(model, list(model), world)
-    gradient = next(model.parameters()).grad
-    assert gradient is not None
-    found = full(gradient)
+    found = full(not_none(next(model.parameters()).grad))
     assert found.dtype == (torch.bfloat16 if world.is_sharded else torch.float32)
     assert found.flatten().tolist() == [1 + 2.0**-7] * 2  # and 1 if added up in bf16
 
 
 def _check_that_weights_travel_in_bf16(world: World) -> None:
-    """Where it is asked for; they are kept, and their gradients come, in fp32."""
+    """Parameters and gradients stay in fp32."""
     alone, model = _build(), _build()
     apply_fsdp(model, [model[0], model[2]], world, gather_in_bf16=True)
     met = []

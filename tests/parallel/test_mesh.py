@@ -1,4 +1,4 @@
-"""Which device a name means, on machines with and without GPUs."""
+"""Names of devices, on machines with and without GPUs."""
 
 import os
 import re
@@ -56,7 +56,7 @@ def test_names_of_devices(
 def test_segments_can_grow_unless_the_user_says_otherwise(
     name: str, value: str | None, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is said before the first call of CUDA, which reads it."""
+    """The variable is set before the first call of CUDA, which reads it."""
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # so that it is put back
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     if value is not None:

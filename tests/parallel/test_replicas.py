@@ -2,15 +2,14 @@
 
 import pytest
 import torch
+from tests.build import not_none
 from torch import Tensor
 
 from longtake.parallel.replicas import checksum, find_unlike
 
 
 def _sum(*tensors: Tensor) -> int:
-    found = checksum(tensors)
-    assert found is not None
-    return int(found)
+    return int(not_none(checksum(tensors)))
 
 
 def test_a_checksum_changes_with_each_bit_and_each_place() -> None:

@@ -1,10 +1,11 @@
 """Steps of a small model in plain torch, and of a tiny FLUX and Wan."""
 
-import tomllib
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
+from tests.build import TINY_T5, bare_recipe
 from torch import Tensor, nn
 
 from longtake import config
@@ -13,77 +14,43 @@ from longtake.planner.devices import CPU, DeviceBudget
 from longtake.planner.memory import MetaStep, outline_step
 from longtake.planner.trace import Subject
 
-_RECIPES = {
-    "flux_kontext": """
-out = "unused"
-training = { steps = 1, global_batch_size = 2, device = "cpu", precision = "fp32" }
-data.catalog = "unused"
-data.buckets = [{ num_frames = 1, height = 24, width = 24 }]
-data.conditioning.reference = { kind = "picture", path = "{stem}.png" }
-[model]
-family = "flux_kontext"
-[model.config]
-num_layers = 2
-num_single_layers = 3
-num_attention_heads = 2
-attention_head_dim = 16
-axes_dims_rope = [4, 6, 6]
-guidance_embeds = true
-[codec]
-kind = "autoencoder"
-config = { block_out_channels = [4], layers_per_block = 1, norm_num_groups = 2 }
-[text]
-kind = "transformers"
-max_tokens = 8
-config = { d_model = 12, d_kv = 6, d_ff = 12, num_layers = 1, num_heads = 2 }
-[text.pooled]
-max_tokens = 9
-[text.pooled.config]
-hidden_size = 10
-intermediate_size = 10
-num_hidden_layers = 1
-num_attention_heads = 2
-""",
-    "wan": """
-out = "unused"
-training = { steps = 1, global_batch_size = 2, device = "cpu", precision = "fp32" }
-data.catalog = "unused"
-data.buckets = [{ num_frames = 5, height = 128, width = 128 }]
-[model]
-family = "wan"
-config = { num_layers = 4, num_attention_heads = 2, attention_head_dim = 24, ffn_dim = 96 }
-[codec]
-kind = "autoencoder"
-config = { base_dim = 4, z_dim = 4, num_res_blocks = 1 }
-[text]
-kind = "transformers"
-max_tokens = 8
-config = { d_model = 16, d_kv = 8, d_ff = 16, num_layers = 1, num_heads = 2 }
-""",
-}
-
-_RECIPES["wan with a mask"] = (
-    _RECIPES["wan"]
-    + """
-[flow]
-loss_mask = "face"
-[data.conditioning]
-face = { kind = "mask", path = "{stem}.png" }
-"""
+_FLUX = (
+    "data.buckets=[{num_frames=1, height=24, width=24}]",
+    "data.conditioning.reference={kind='picture', path='{stem}.png'}",
+    "model.family=flux_kontext",
+    "model.config={num_layers=2, num_single_layers=3, num_attention_heads=2, "
+    "attention_head_dim=16, axes_dims_rope=[4, 6, 6], guidance_embeds=true}",
+    "codec.kind=autoencoder",
+    "codec.config={block_out_channels=[4], layers_per_block=1, norm_num_groups=2}",
+    "text={kind='transformers', max_tokens=8}",
+    "text.config={d_model=12, d_kv=6, d_ff=12, num_layers=1, num_heads=2}",
+    "text.pooled.max_tokens=9",
+    "text.pooled.config={hidden_size=10, intermediate_size=10, num_hidden_layers=1, "
+    "num_attention_heads=2}",
 )
-_MODULES = """
-[data.conditioning.look]
-kind = "picture"
-path = "{stem}.png"
-[trainable.modules.look]
-module = "examples.modules.ip_adapter:IPAdapter"
-options = { grid = 2, hidden_size = 16 }
-[trainable.modules.style]
-module = "examples.modules.style_residual:StyleResidual"
-options = { rank = 4 }
-"""
-for _name in ("wan", "flux_kontext"):
-    _RECIPES[f"{_name} with modules"] = _RECIPES[_name] + _MODULES
+_WAN = (
+    *TINY_T5,
+    "text.max_tokens=8",
+    "data.buckets=[{num_frames=5, height=128, width=128}]",
+    "model.family=wan",
+    "model.config={num_layers=4, num_attention_heads=2, attention_head_dim=24, ffn_dim=96}",
+    "codec={kind='autoencoder', config={base_dim=4, z_dim=4, num_res_blocks=1}}",
+)
+_MODULES = (
+    "data.conditioning.look={kind='picture', path='{stem}.png'}",
+    "trainable.modules.look.module='examples.modules.ip_adapter:IPAdapter'",
+    "trainable.modules.look.options={grid=2, hidden_size=16}",
+    "trainable.modules.style.module='examples.modules.style_residual:StyleResidual'",
+    "trainable.modules.style.options={rank=4}",
+)
+_MASK = ("flow.loss_mask=face", "data.conditioning.face={kind='mask', path='{stem}.png'}")
+_CHANGES = {
+    "flux_kontext": _FLUX,
+    "flux_kontext with modules": (*_FLUX, *_MODULES),
+    "wan": _WAN,
+    "wan with modules": (*_WAN, *_MODULES),
+    "wan with a mask": (*_WAN, *_MASK),
+}
 
 
 class ToyBlock(nn.Module):
@@ -158,9 +125,11 @@ def make_tiny(
     **training: Any,
 ) -> MetaStep:
     """Make a step of a tiny FLUX Kontext or Wan; `fill_weights` makes it one that can be run."""
-    values = tomllib.loads(_RECIPES[family])
-    values["model"]["dtype"] = dtype
-    trained = {"kind": kind, **({"rank": 4} if kind == "lora" else {})}
-    values["trainable"] = values.get("trainable", {}) | trained
-    values["training"] |= training
-    return outline_step(config.parse(values, source="test"), device)
+    options: dict[str, Any] = {"trainable.kind": kind, "model.dtype": dtype}
+    options |= {"training.global_batch_size": 2, "training.device": "cpu"}
+    options |= {"training.precision": "fp32"}
+    options |= {"trainable.rank": 4} if kind == "lora" else {}
+    options |= {f"training.{key}": value for key, value in training.items()}
+    changes = [f"{key}={value}" for key, value in options.items()]
+    recipe = config.changed(bare_recipe(Path("run")), [*_CHANGES[family], *changes])
+    return outline_step(recipe, device)

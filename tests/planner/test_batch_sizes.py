@@ -21,7 +21,7 @@ def test_more_ranks_than_clips_are_refused(small_recipe: MakeRecipe) -> None:
 
 
 def test_buckets_have_as_many_clips_as_have_so_many_tokens(small_recipe: MakeRecipe) -> None:
-    """But at least one, and those that say their batch size have that; images and videos mixed."""
+    """At least one clip each; buckets that name their batch size keep it."""
     shapes = (
         "{num_frames=1, height=32, width=32}, {num_frames=5, height=32, width=32}, "
         "{num_frames=5, height=64, width=64}, {num_frames=5, height=32, width=64, batch_size=3}"

@@ -1,4 +1,4 @@
-"""How long a step waits for copies over the link, beside a clock that runs through the step."""
+"""A step's waits for copies over the link, against a clock that runs through the step."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What failures take of a run: closed forms against a simulation, and costs of a recipe."""
+"""The cost of failures: closed forms against a simulation, and costs of a recipe."""
 
 import math
 import random
@@ -23,7 +23,7 @@ _RUN = FailureModel(interval=900.0, stall=2.0, write=20.0, restart=180.0, failur
 
 @dataclass(frozen=True)
 class _SimulatedTime:
-    """How the time of a simulated run was spent."""
+    """The time of a simulated run, by use."""
 
     seconds: float
     work: float  # seconds of training that were kept
@@ -74,7 +74,7 @@ def test_a_clip_takes_the_time_that_its_tokens_do(small_recipe: MakeRecipe) -> N
 
 
 def test_without_failures_the_simulation_is_the_closed_form() -> None:
-    """Also where writing takes longer than the interval: a save waits for the one before."""
+    """Writing may take longer than the interval: a save waits for the one before."""
     for model in (replace(_RUN, failures_per_day=0.0), FailureModel(60.0, 1.0, 90.0, 0.0, 0.0)):
         found = _simulate(model, _DAYS)
         assert (found.num_failures, found.lost) == (0, 0.0)

@@ -1,9 +1,10 @@
-"""What GPUs can do, by name or by numbers."""
+"""Speed and memory of GPUs, by name or by numbers."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.build import not_none
 
 from longtake.errors import RecipeError
 from longtake.planner.devices import (
@@ -22,8 +23,7 @@ def test_known_gpus_are_found_by_name(name: str) -> None:
     assert gpu is DEVICES[name]
     assert gpu.target == "cuda"
     assert gpu.flops(torch.bfloat16) > gpu.flops(torch.float32) > gpu.bandwidth
-    assert gpu.total_bytes is not None
-    assert gpu.total_bytes >= 10 * 2**30
+    assert not_none(gpu.total_bytes) >= 10 * 2**30
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def tracers(request: pytest.FixtureRequest) -> tuple[Tracer, Tracer]:
 
 @given(data=st.data())
 @settings(
-    max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_mixture_is_traced_as_without_memory(
     tracers: tuple[Tracer, Tracer], data: st.DataObject
@@ -114,7 +114,7 @@ def test_errors_come_every_time() -> None:
 
 
 def _facts(call: Callable[[Tensor, Tensor], Any]) -> list[Any]:
-    """What is known of results, and which of the two arguments each shares its storage with."""
+    """Facts about results, and the arguments that each shares its storage with."""
     given = torch.empty(8, 8), torch.empty(8, 8)
     result = call(*given)
     results: Sequence[Any] = result if isinstance(result, tuple | list) else [result]

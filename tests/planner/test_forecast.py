@@ -1,4 +1,4 @@
-"""What a forecast promises: numbers that agree with each other, with the parts, and in time."""
+"""Promises of a forecast: numbers that agree with each other and with the real parts."""
 
 import re
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import TINY_WAN
+from tests.build import TINY_WAN, not_none
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -66,21 +66,18 @@ def test_numbers_agree_with_each_other(case: str, request: pytest.FixtureRequest
         assert row.step_peak_bytes >= row.peak_bytes + known.static.resident
         assert row.peak_bytes >= row.forward_end_bytes > known.static.weights + known.static.inputs
         assert row.fits == (row.step_peak_bytes <= budget)
-        assert row.overhead is not None
-        assert 0 <= row.overhead < 0.5  # a forward pass is half a step at most
+        assert 0 <= not_none(row.overhead) < 0.5  # a forward pass is half a step at most
         assert row.overhead == 0 or row.name != "none"
     assert (known.policy("none").fits, known.policy("all").fits) == (False, True)
     assert known.least.step_peak_bytes == min(row.step_peak_bytes for row in known.policies)
 
-    best, row = known.best, known.policy("best")
-    assert best is not None
+    best, row = not_none(known.best), known.policy("best")
     assert not known.misses
     assert row.fits
     assert row.step_peak_bytes <= budget
     assert best.predicted_bytes == pytest.approx(best.traced.peak_bytes, rel=0.005)
     assert row.overhead == best.overhead > 0
-    others = [each.overhead for each in known.policies if each.fits]
-    assert best.overhead <= min(each for each in others if each is not None)
+    assert best.overhead <= min(not_none(each.overhead) for each in known.policies if each.fits)
     assert best.overhead_with_another_gib == 0  # in which everything could be kept
     assert sum(best.per_block().values()) == len(best.options)
     assert len({option for option, count in best.per_block().items() if count}) > 1
@@ -130,9 +127,8 @@ def test_without_a_limit_everything_is_kept(small_recipe: _Make) -> None:
     torch.testing.assert_close(torch.rand(4), expected, rtol=0, atol=0)
     assert torch.is_grad_enabled()
     assert torch.nn.functional.rms_norm.__module__ == "torch.nn.functional"
-    assert known.best is not None
-    assert set(known.best.options.values()) == {KEEP}
-    assert known.best.overhead == 0
+    best = not_none(known.best)
+    assert (set(best.options.values()), best.overhead) == ({KEEP}, 0)
     assert all(row.fits is None for row in known.policies)
     assert not known.misses
 
@@ -151,11 +147,10 @@ def test_a_gpu_with_little_memory_streams_and_offloads(small_recipe: _Make) -> N
     step = outline_step(recipe, gpu)
     kept = policy_forecast("none", step.tracer.trace({}), step).step_peak_bytes
     known = forecast(recipe, replace(gpu, memory_bytes=int(0.8 * kept)))
-    assert known.best is not None
-    assert known.best_policy is not None
-    assert known.best_policy.fits
-    assert known.best_policy.host_bytes == known.best.traced.host_bytes > 0
-    assert {each.weights for each in known.best.options.values()} <= {"keep", "stream"}
+    best, policy = not_none(known.best), not_none(known.best_policy)
+    assert policy.fits
+    assert policy.host_bytes == best.traced.host_bytes > 0
+    assert {each.weights for each in best.options.values()} <= {"keep", "stream"}
     without = forecast(recipe, replace(gpu, memory_bytes=int(0.8 * kept), host_bytes=0))
     assert without.best is None or without.best.traced.host_bytes == 0
     kinds: dict[str, Quantization] = dict.fromkeys(known.step.block_names, "nf4")

@@ -95,19 +95,6 @@ def test_what_is_not_upstream(weights: tuple[nn.Parameter, nn.Parameter]) -> Non
         assert provenance.of(torch.zeros(product.shape)) == 0
 
 
-def test_where_a_gradient_was_lost(weights: tuple[nn.Parameter, nn.Parameter]) -> None:
-    with _upstream(weights) as provenance:
-        product = (torch.ones(3, 3) @ weights[0]).detach() @ weights[1]
-        mask = product > 0
-        with torch.no_grad():
-            product.exp().exp()
-    assert [(cut.how, cut.parameters) for cut in provenance.cuts] == [
-        ("detach", _A),
-        ("no_grad", _A | _B),
-    ]
-    assert mask.dtype == torch.bool
-
-
 Run = Callable[["Model", Tensor], Tensor]
 
 

@@ -1,4 +1,4 @@
-"""What stands in for CUDA's kernels, against what torch says of them without a GPU."""
+"""Stand-ins for CUDA's kernels, against what torch says of them without a GPU."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tests.build import not_none
 from tests.planner.build import make_tiny
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -71,9 +72,8 @@ def test_rms_norm_gives_gradients_of_the_right_shapes() -> None:
     with FakeTensorMode(), as_on_cuda():
         x, weight = _leaves(_HEADS, (32,))
         torch.autograd.backward(F.rms_norm(x, (32,), weight).sum())
-        assert x.grad is not None
-        assert weight.grad is not None
-        assert (x.grad.shape, weight.grad.shape) == (x.shape, weight.shape)
+        shapes = [not_none(each.grad).shape for each in (x, weight)]
+        assert shapes == [x.shape, weight.shape]
         frozen = weight.detach()
         torch.autograd.backward(nn.functional.rms_norm(x, (32,), frozen).sum())
         assert frozen.grad is None
@@ -124,8 +124,7 @@ def test_takes_the_kernel_that_cuda_takes(
         torch.autograd.backward(attended.sum())
     assert expected in str(attended.grad_fn)
     assert attended.shape == query.shape
-    assert query.grad is not None
-    assert query.grad.shape == query.shape
+    assert not_none(query.grad).shape == query.shape
 
 
 @pytest.mark.parametrize("is_masked", [True, False])
@@ -139,14 +138,13 @@ def test_heads_can_share_keys(is_masked: bool) -> None:
 
         saved = _saved(attention, query, key, value)
         torch.autograd.backward(attention(query, key, value).sum())
-        assert key.grad is not None
-        assert key.grad.shape == key.shape
+        assert not_none(key.grad).shape == key.shape
     assert saved.count((torch.Size((1, 2, 64, 32)), _BF16)) == (0 if is_masked else 2)
 
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_torchs_functions_come_back(fails: bool) -> None:
-    """After the context they are torch's own, also where the body raised."""
+    """They come back even if the body raises."""
     names = ("rms_norm", "layer_norm", "softmax", "scaled_dot_product_attention", "mse_loss")
     before = {name: getattr(F, name) for name in names}
     try:

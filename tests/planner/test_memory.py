@@ -1,4 +1,4 @@
-"""What an optimizer will take is known before there is one; what is allocated is measured."""
+"""Predicted memory of optimizers, against the memory that they allocate."""
 
 from functools import partial
 from types import SimpleNamespace

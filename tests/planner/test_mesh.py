@@ -1,4 +1,4 @@
-"""What a plan says of a mesh: links, what hides behind compute, and what would help."""
+"""Plans of a mesh: links, communication that hides behind compute, and advice."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.build import not_none
 
 from longtake import config
 from longtake.config import Recipe
@@ -85,9 +86,7 @@ def test_only_the_last_micro_batch_reduces() -> None:
 
 def _planned(recipe: Recipe, links: Links, world_size: int, per_node: int) -> MeshForecast:
     known = forecast(recipe, _H100, world_size=world_size, per_node=per_node)
-    found = mesh_forecast(known, links)
-    assert found is not None
-    return found
+    return not_none(mesh_forecast(known, links))
 
 
 def test_what_would_help_is_what_comes_of_it(small_recipe: _Make) -> None:

@@ -114,7 +114,7 @@ def test_a_second_backward_pass_computes_attention_again() -> None:
 
 
 def _checkpoint_of_torch_2_11(block: Any, *args: Any, context_fn: Any, **_: Any) -> Any:
-    """It leaves the forward pass's context only if the block returns."""
+    """Leave the forward pass's context only if the block returns."""
     context = context_fn()[0]
     context.__enter__()
     output = block(*args)

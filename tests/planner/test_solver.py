@@ -12,9 +12,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from tests.build import not_none
 from tests.planner.build import make_tiny, make_toy
 
-from longtake.planner.activation_checkpointing import POLICIES, options_of
+from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
 from longtake.planner.devices import CPU, device_named
 from longtake.planner.record import KEEP, BlockOption
 from longtake.planner.solver import (
@@ -75,7 +76,7 @@ def _random_costs(seed: int, link: float = math.inf) -> BlockCosts:
 
 
 def _all_peaks(costs: BlockCosts) -> list[float]:
-    """Of every mixture, counted by hand: what is alive at each moment of a step."""
+    """Count by hand, for every mixture, the bytes that are alive at each moment of a step."""
     peaks = []
     for options in _MIXTURES:
         columns = [_OPTIONS.index(options[name]) for name in costs.names]
@@ -127,12 +128,11 @@ def test_finds_the_fastest_of_all_mixtures(seed: int, percent: int) -> None:
 @given(st.integers(0, 10_000))
 @settings(max_examples=20, deadline=None)
 def test_a_slow_link_is_waited_for(seed: int) -> None:
-    """What is copied is worth its time, and the computer's memory is a limit too."""
+    """Copies are worth their time, and host RAM is a limit too."""
     costs = _random_costs(seed, link=50 * _MIB)
     peaks = _all_peaks(costs)
     budget = (min(peaks) + max(peaks)) / 2
-    found = fastest(costs, budget)
-    assert found is not None
+    found = not_none(fastest(costs, budget))
     assert costs.peak_bytes(found) <= budget * (1 + 1e-6)
     none = fastest(costs, budget, host_bytes=0)
     assert none is None or costs.host_bytes(none) == 0
@@ -146,8 +146,7 @@ def test_blocks_upstream_of_what_trains_save_nothing() -> None:
     assert (costs.backward[:3] == 0).all()
     assert (costs.saved[3:, costs.options.index(KEEP)] > 0).all()
     peaks = [costs.peak_bytes(options_of(policy, costs.names)) for policy in ("none", "all")]
-    found = fastest(costs, min(peaks))
-    assert found is not None
+    found = not_none(fastest(costs, min(peaks)))
     assert [found[name] for name in costs.names[:3]] == [KEEP] * 3
 
 
@@ -200,8 +199,7 @@ def test_the_best_fits_and_is_no_slower_than_what_fits(
     peaks = {policy: trace.peak_bytes for policy, trace in found.traces.items()}
     for share in (0.0, 0.3, 0.7, 1.0):
         budget = int(min(peaks.values()) + share * (max(peaks.values()) - min(peaks.values())))
-        best = find_best(tracer, found, budget)
-        assert best is not None, share
+        best = not_none(find_best(tracer, found, budget))
         assert best.traced.peak_bytes <= budget
         assert best.overhead == found.overhead(best.traced)
         assert sum(best.per_block().values()) == len(tracer.subject.blocks)
@@ -216,17 +214,9 @@ def test_what_fits_nowhere_has_no_plan(surveyed: tuple[Tracer, PolicySweep]) -> 
     tracer, found = surveyed
     trace = found.traces["none"]
     assert find_best(tracer, found, trace.weight_bytes + trace.input_bytes) is None
-    best = find_best(tracer, found, 2 * trace.peak_bytes)
-    assert best is not None
-    assert best.per_block() == {
-        "keep": 5,
-        "save-attention": 0,
-        "recompute": 0,
-        "offload": 0,
-        "offload-input": 0,
-    }
-    assert best.overhead == 0
-    assert best.overhead_with_another_gib == 0
+    best = not_none(find_best(tracer, found, 2 * trace.peak_bytes))
+    assert best.per_block() == {**dict.fromkeys(ACTIVATIONS, 0), "keep": 5}
+    assert (best.overhead, best.overhead_with_another_gib) == (0, 0)
 
 
 @pytest.mark.parametrize("surveyed", ["toy blocks"], indirect=True)
