@@ -14,7 +14,7 @@ _COUNTS = ("seen", "repeated", "missing", "rejected", "skipped")
 
 
 def audit_table(found: Audit) -> Table:
-    """Return a table with a row for each group of consecutive epochs with the same result."""
+    """Return a table of a ledger's audit; consecutive epochs with the same result share a row."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("stage", "catalog", "epochs", *_COUNTS, "over"):
         table.add_column(name, no_wrap=True, justify="right" if name in _COUNTS else "left")
@@ -30,7 +30,7 @@ def audit_table(found: Audit) -> Table:
 def audit_sentences(
     found: Audit, restarts: Sequence[Mapping[str, Any]], num_examples: int
 ) -> Iterator[str]:
-    """Yield sentences on an audit and a run's restarts; the last one is the verdict."""
+    """Yield sentences on a ledger's audit and its run's restarts; the last one is the verdict."""
     for epoch in (epoch for epoch in found.epochs if not epoch.is_exact):
         yield (
             f"  epoch {epoch.epoch} of stage {epoch.stage}, catalog {epoch.source}: "

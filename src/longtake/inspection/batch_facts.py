@@ -19,16 +19,17 @@ from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
 
 MOST_VERDICTS: Final = 20
 MOST_CLIPS: Final = 12
-"""Clips of a batch that are listed at most."""
+"""Maximum number of clips that are listed of a batch that the guard judged."""
 _MOST_BYTES: Final = 8 * 2**20
-"""Total bytes of reports that are read for a page, not counting that of the requested step."""
+"""Maximum total bytes of guard reports read for one page, not counting the requested step's
+report."""
 _MOST_ASKED_BYTES: Final = 64 * 2**20
 _REPORT_NAME = re.compile(r"guard/step_\d{1,12}_\d{1,6}\.json")
 
 
 @dataclass(frozen=True)
 class BatchClip:
-    """A clip of a step that the guard judged."""
+    """A clip of a batch that the guard judged, with its loss."""
 
     identity: str
     caption: str
@@ -40,19 +41,19 @@ class BatchClip:
 
 @dataclass(frozen=True)
 class VerdictBatch:
-    """The guard's verdict on a step, and the step's clips by descending loss."""
+    """The guard's verdict on a training step, and the clips of the step by descending loss."""
 
     step: int
     kind: str
     reason: str
     message: str
     number: int | None
-    """Number of the batch; None if the event does not say."""
+    """Number of the judged batch; None if the event of the verdict does not say."""
     clips: list[BatchClip] | None
-    """The listed clips, or None if they were not read."""
+    """The clips with the highest losses of the batch, or None if they were not read."""
     num_clips: int
     why: str
-    """Why there are no clips, or what is wrong with them; else empty."""
+    """The reason why `clips` is None or empty, or what is wrong with them; empty if all is well."""
     command: str
     is_open: bool
 
@@ -60,12 +61,12 @@ class VerdictBatch:
 @dataclass(frozen=True)
 class _Reported:
     samples: list[ReportedSample]
-    """The samples that are listed."""
+    """Samples of a guard report, with the highest losses, that a page lists."""
     num_samples: int
 
 
 def batches_around_verdicts(facts: RunFacts, step: int | None) -> tuple[list[VerdictBatch], int]:
-    """Return the batches of the newest verdicts and of `step`, and the number of all verdicts."""
+    """Return batches of the guard's newest verdicts and of `step`, and the number of verdicts."""
     found = [each for each in verdicts(facts.events) if isinstance(each["step"], int)]
     newest = found[-MOST_VERDICTS:][::-1]
     if step is not None and all(each["step"] != step for each in newest):
@@ -108,7 +109,7 @@ def _report_path(run: RunDirectory, event: Mapping[str, Any]) -> Path | None:
 
 
 def _read_report(facts: RunFacts, path: Path, step: int) -> _Reported:
-    """Read the clips of a report's own step that have the highest losses.
+    """Read from a guard report the clips that had the highest losses in the step that was judged.
 
     Raises:
         RecordError: the report cannot be read.

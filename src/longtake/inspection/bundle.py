@@ -42,7 +42,7 @@ _RECORDS = (
     *("evaluations/servers/*/heartbeat.json", "evaluations/servers/*/events.jsonl"),
     *("evaluations/*/preset.json", "evaluations/*/step_*/scores.json"),
 )
-"""Patterns below a run directory; the newest files of each pattern are packed."""
+"""Glob patterns of records below a run directory; the newest files of each pattern are packed."""
 _IS_A_RUN = ("recipe.toml", "run.json", "events.jsonl", "metrics.jsonl")
 _GROWS = (".jsonl", ".log")
 _VARIABLES = re.compile(r"(LONGTAKE|NCCL|TORCH|PYTORCH|CUDA|OMP|MKL|GLOO|LD_LIBRARY)_?\w*")
@@ -51,7 +51,7 @@ _CLASS = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*):[A-Za-z_]\w*")
 
 @dataclass(frozen=True)
 class BundledFile:
-    """One redacted file of a bundle."""
+    """One text file of a bundle, with secrets and names removed."""
 
     name: str
     data: bytes
@@ -60,7 +60,7 @@ class BundledFile:
 
 @dataclass(frozen=True)
 class Bundle:
-    """The contents of an archive, which is not written yet."""
+    """The files of a help bundle, collected in memory before the archive is written."""
 
     files: list[BundledFile]
     left_out: list[tuple[str, str]]  # name and reason
@@ -125,7 +125,7 @@ def default_name(run: RunDirectory) -> str:
 
 
 def check_out(out: Path) -> None:
-    """Refuse a file that exists, or whose name is not that of a .tar.gz archive.
+    """Refuse a path for the bundle that exists, or whose name is not that of a .tar.gz archive.
 
     Raises:
         RunError: the archive cannot be written there.
@@ -143,7 +143,7 @@ def check_out(out: Path) -> None:
 
 
 def write(bundle: Bundle, out: Path) -> int:
-    """Write the archive, and return its size in bytes."""
+    """Write the bundle as a .tar.gz archive, and return its size in bytes."""
     with fsio.atomic_write(out) as partial:
         with (
             partial.open("xb") as file,
@@ -174,7 +174,7 @@ def _redactor(run: RunDirectory) -> redact.Redactor:
 
 
 def _run_files(top: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str, Path]]:
-    """Yield names and paths of records; of each kind, the newest of each node and each preset."""
+    """Yield names and paths of a run's records: per kind, the newest of each node and preset."""
     for pattern in _RECORDS:
         found: dict[str, list[Path]] = {}
         for path in top.glob(pattern):
@@ -197,7 +197,7 @@ class _Reader:
     left_out: list[tuple[str, str]]
 
     def read(self, name: str, path: Path, top: Path) -> None:
-        """Read a file, or the end of one that grows; leave out links below `top` and big files."""
+        """Read a file, or only the end of a growing one; leave out links below `top`, big files."""
         grows = path.suffix in _GROWS
         room = _TOTAL_BYTES - sum(map(len, self.texts.values()))
         most = min(_TAIL_BYTES if grows else _WHOLE_BYTES, room)
@@ -224,7 +224,7 @@ class _Reader:
 
 
 def _modules(reader: _Reader, top: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the source files of module:Class in a recipe, found by path: nothing is imported."""
+    """Yield source files of own classes ("module:Class") in a recipe, found without an import."""
     recipe = reader.texts.get("run/recipe.toml", "")
     for module in dict.fromkeys(_CLASS.findall(recipe)):
         inner = module.replace(".", "/")
@@ -285,7 +285,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _torch_build() -> dict[str, Any]:
-    """Return the values in torch's version.py by parsing it: importing torch may fail or hang."""
+    """Return the build of the installed torch, parsed from version.py: an import may hang."""
     spec = util.find_spec("torch")
     folders = spec.submodule_search_locations if spec else None
     found: dict[str, Any] = {}

@@ -60,7 +60,7 @@ def catalog_stats(catalog: Catalog) -> dict[str, Any]:
 
 
 def spread(values: NDArray[Any]) -> dict[str, Any]:
-    """Return the count (`known`), quantiles, mean and standard deviation of the finite values."""
+    """Return the count (`known`), quantiles, mean and deviation of an array's finite values."""
     known = values[np.isfinite(values)].astype(np.float64)
     if not len(known):
         return {"known": 0, **dict.fromkeys([*_QUANTILES, "mean", "std"])}

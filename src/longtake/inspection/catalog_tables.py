@@ -13,7 +13,7 @@ from longtake.data.clip import MIRRORED
 from longtake.formatting import escape, escape_lines, format_duration, plural
 
 MOST_ROWS = 10
-"""Rows up to which reasons for rejection, and values of one property, are listed."""
+"""Maximum number of rejection reasons, or of values of one property of clips, that are listed."""
 _PIPE_WIDTH = 100
 _LEVELS = " ▁▂▃▄▅▆▇█"
 _MUCH_IS_CUT = 0.25
@@ -37,7 +37,7 @@ _LEGEND = {
 
 
 def print_show(console: Console, result: Mapping[str, Any]) -> None:
-    """Print the facts of `curriculum_facts.describe`, at least 100 columns wide in a pipe."""
+    """Print facts of catalogs (`curriculum_facts.describe`) in 100 or more columns in a pipe."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     catalogs = result.get("catalogs", {"": result})
@@ -106,7 +106,7 @@ def _angle(rotation: int) -> str:
 
 
 def _listed(counts: Mapping[str, int], total: int) -> str:
-    """List the most frequent values, each with its number of clips."""
+    """List the most frequent values of a property of clips, each with its number of clips."""
     shown = list(counts.items())[:MOST_ROWS]
     said = [f"{escape(name) or 'unspecified'} [dim]({count:,})[/]" for name, count in shown]
     if len(counts) > MOST_ROWS:
@@ -213,7 +213,7 @@ def _beginning(entry: Mapping[str, Any]) -> str:
 
 
 def _timeline_bars(facts: Mapping[str, Any]) -> Table:
-    """Return a line of bars for each stage: its share of the batches over the steps."""
+    """Return a line of text bars for each stage: its share of the batches over the training."""
     grid = Table.grid(padding=(0, 2))
     for stage, shares in facts["timeline"].items():
         # Any share above zero shows at least the lowest bar.
@@ -242,14 +242,14 @@ def _buckets(entry: Mapping[str, Any]) -> Table:
 
 
 def _columns(entry: Mapping[str, Any]) -> set[str]:
-    """Return the names of the columns in a stage's tables."""
+    """Return the names of the columns that the tables of a curriculum stage show."""
     tables = (_buckets(entry), _batches(entry))
     begins = {"begins"} if entry["ramp_steps"] else set[str]()
     return {str(column.header) for table in tables for column in table.columns} | begins
 
 
 def _batches(entry: Mapping[str, Any]) -> Table:
-    """Return a table of a stage's batches, without columns that are empty for all buckets."""
+    """Return a table of the batches of a stage's buckets (clip shapes), without empty columns."""
     columns = {
         "tokens": [_number(each["tokens"]) for each in entry["buckets"]],
         "batch": [_number(each["batch_size"]) for each in entry["buckets"]],
@@ -320,7 +320,7 @@ def _drift(facts: Mapping[str, Any]) -> Table:
 
 
 def _table(*texts: str, numbers: Sequence[str] = ()) -> Table:
-    """Return an empty table with columns of text, then of numbers, which are never cut short."""
+    """Return an empty table with text columns, then number columns; numbers are never cut short."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for name in texts:
         table.add_column(name, overflow="fold")

@@ -26,7 +26,8 @@ DTYPE: Final = np.dtype(
     ]
 )
 ABSENT: Final = -np.inf
-"""Marks a number that a line does not have: JSON has finite numbers only, and null is NaN."""
+"""Marks a metric that a line of metrics.jsonl lacks: JSON has finite numbers only, and null is
+NaN."""
 
 _NAMES: Final = DTYPE.names or ()
 _CHUNK_ROWS = 2**16
@@ -34,7 +35,7 @@ _COPIED_BYTES = 2**20
 
 
 class _File:
-    """An open file with the first rows, one column after the other."""
+    """The open cache file that holds the first rows of metrics, one column after the other."""
 
     def __init__(self, file: IO[bytes] | None, first_byte: int, num_rows: int) -> None:
         self.num_rows, self._places = num_rows, dict[str, int]()
@@ -56,7 +57,7 @@ class _File:
 
 
 class ColumnStore:
-    """Rows that one thread appends, and that any thread reads column by column.
+    """Rows of metrics that one thread appends, and that any thread reads column by column.
 
     Existing rows do not change while more are appended.
     """
@@ -64,7 +65,8 @@ class ColumnStore:
     def __init__(self) -> None:
         self.num_rows = 0
         self._stored: tuple[_File, list[Column]] = _File(None, 0, 0), []
-        """The first rows in a file, and the following ones in chunks of `_CHUNK_ROWS`."""
+        """The file with the first rows of metrics, and the later rows in arrays of
+        `_CHUNK_ROWS`."""
 
     def append(self, rows: Column) -> None:
         file, chunks = self._stored
@@ -78,10 +80,10 @@ class ColumnStore:
             self.num_rows, rows = self.num_rows + len(added), rows[len(added) :]
 
     def read(self, name: str, first: int, last: int) -> Column:
-        """Return the numbers of a column in the rows `first` to before `last`.
+        """Return the values of one metric in the rows from `first` up to but not including `last`.
 
         Raises:
-            OSError: the file cannot be read.
+            OSError: the cache file cannot be read.
         """
         file, chunks = self._stored
         parts = [file.read(name, first, last)]
@@ -92,7 +94,7 @@ class ColumnStore:
         return np.concatenate(parts)
 
     def write(self, file: IO[bytes]) -> int:
-        """Write all columns from the file's position on, and return their CRC-32."""
+        """Write all columns to a cache file at its current position, and return their CRC-32."""
         checksum = 0
         for name in _NAMES:
             octets = self.read(name, 0, self.num_rows).view(np.uint8).data
@@ -101,13 +103,13 @@ class ColumnStore:
         return checksum
 
     def read_from(self, file: IO[bytes], first_byte: int) -> None:
-        """Read rows from a file to which `write` has written them all, and free their memory."""
+        """Read rows from the cache file that `write` has just filled, and free their memory."""
         # One assignment, so that no reader combines the file with chunks that are in it already.
         self._stored = _File(file, first_byte, self.num_rows), []
 
     @classmethod
     def load(cls, file: IO[bytes], num_rows: int, checksum: int) -> "ColumnStore | None":
-        """Return the store that `write` wrote to the rest of a file, or None if it is damaged."""
+        """Return the rows that `write` wrote to the rest of a cache file; None if it is damaged."""
         first_byte, found, size = file.tell(), 0, 0
         while data := file.read(_COPIED_BYTES):
             found, size = zlib.crc32(data, found), size + len(data)

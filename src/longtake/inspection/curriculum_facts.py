@@ -27,7 +27,7 @@ TIMELINE_SPANS = 60  # spans of the timeline; a shorter training has one for eac
 
 @dataclass(frozen=True)
 class BucketCosts:
-    """Cost of one clip of each bucket, where it is known."""
+    """Tokens and predicted seconds of one clip of each bucket (clip shape), where known."""
 
     tokens: Mapping[Bucket, int] = field(default_factory=dict)
     seconds: Mapping[Bucket, float] = field(default_factory=dict)  # predicted for one GPU
@@ -36,7 +36,7 @@ class BucketCosts:
 
 @dataclass(frozen=True)
 class ClipAssignment:
-    """The bucket of each clip of a catalog in one stage, and the reason if it is dropped."""
+    """The bucket (clip shape) of each clip of a catalog in one stage, and why clips are dropped."""
 
     shapes: tuple[Bucket, ...]  # the stage's buckets
     reasons: tuple[str, ...]  # why clips are dropped, in the order in which reasons are tried
@@ -49,13 +49,13 @@ class ClipAssignment:
 
     @cached_property
     def counts(self) -> NDArray[np.int64]:
-        """[buckets, 1 + reasons] number of clips: kept ones first, then those dropped by reason."""
+        """[buckets, 1 + reasons] number of clips: trained ones first, then dropped by reason."""
         shape = (len(self.shapes), 1 + len(self.reasons))
         flat = self.home.astype(np.int64) * shape[1] + self.code + 1
         return np.bincount(flat, minlength=shape[0] * shape[1]).reshape(shape)
 
     def in_first_epoch(self, stream: Stream) -> "ClipAssignment":
-        """Move clips of several buckets (`Bucket.share`) to those of the first whole epoch."""
+        """Move clips that several buckets share (`Bucket.share`) to that of their first epoch."""
         part = stream.parts[-1]
         if not part.members.shared:
             return self
@@ -72,7 +72,7 @@ class ClipAssignment:
 
 
 def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssignment:
-    """Assign each clip of a catalog to a bucket of a stage, or to a reason why it is dropped."""
+    """Assign clips of a catalog to a stage's buckets (clip shapes), or to a reason to drop them."""
     shapes = stage.buckets or data.buckets
     selection = select(catalog, stage, data)
     reasons = tuple(selection.dropped)
@@ -138,7 +138,7 @@ def _best(
 def _off(
     catalog: Catalog, shapes: Sequence[Bucket], bucket: NDArray[np.int16]
 ) -> NDArray[np.float64]:
-    """Return [N] the absolute log ratio of each clip's aspect to its bucket's, rounded to 0.01."""
+    """Return [N] the absolute log ratio of the aspects of clips and buckets, rounded to 0.01."""
     aspects = np.log(catalog.column("width") / catalog.column("height"))
     wanted = np.log([shape.width / shape.height for shape in shapes])
     # Rounded, so that a minute difference does not make another bucket the closer one.
@@ -205,12 +205,12 @@ def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -
 def _streams(
     plan: Plan, number: int, stage: StagePlan, recipe: Recipe, costs: BucketCosts
 ) -> Iterator[dict[str, Any]]:
-    """Yield an entry for each catalog of a stage.
+    """Yield the facts of each catalog of a stage of the curriculum.
 
     It has `stage`, `source` (the catalog's name), `share` of the stage's batches, `first_step`,
     `steps` (null: endless), `ramp_steps`, `trained_steps` of this catalog until training ends,
-    `epochs` that these make, `clips`, `selected`, `dropped` {reason: clips}, `examples`
-    {reason: paths} and `buckets`.
+    `epochs` that these make, `clips`, `selected`, `dropped` {reason: clips}, `examples` {reason:
+    paths} and `buckets`.
     """
     end = _end(plan, recipe.training.steps)
     trained, total = plan.taken(end)[number], sum(stage.weights)
@@ -258,11 +258,11 @@ def _end(plan: Plan, steps: int) -> int:
 def _bucket(
     stream: Stream, assignment: ClipAssignment, index: int, costs: BucketCosts
 ) -> dict[str, Any]:
-    """Describe a bucket of a stage.
+    """Describe a bucket (clip shape) of a stage: its batches, and the clips of a catalog in it.
 
     It has `num_frames`, `height`, `width`, `batch_size`, `tokens` of a clip and `batch_tokens`
-    (null: not known), `padding` (share of the places of all batches that stay empty as the last
-    one is smaller; null: endless), `batch_seconds` (predicted for one GPU; null: not known) and
+    (null: not known), `padding` (share of the places of all batches that stay empty as the last one
+    is smaller; null: endless), `batch_seconds` (predicted for one GPU; null: not known) and
     `time_share` (of an epoch's time). Of all clips, each in one bucket, it has `clips` = `kept` +
     `dropped`, the latter by `reasons`; `displaced` of the kept (too short for a bucket that would
     crop them less), `batches_per_epoch`, `tail` (clips of the first epoch carried into the next),
@@ -318,9 +318,9 @@ def _fit(catalog: Catalog, rows: bucketing.Rows, shape: Bucket) -> dict[str, Any
 
 
 def shares_of_stages(plans: Sequence[Plan], end: int) -> dict[str, list[float]]:
-    """Return each stage's share of the batches before `end`, in up to 60 equal spans.
+    """Return each stage's share of the batches before `end`, in up to 60 equal spans of batches.
 
-    A plan is followed until the next one begins.
+    `plans` are the run's plans of the order of its clips; each is followed until the next begins.
     """
     num_spans = min(end, TIMELINE_SPANS)
     edges = [end * place // num_spans for place in range(num_spans + 1)]
@@ -355,12 +355,13 @@ def _poor_fits(stages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 ReviewCaptions = Callable[[Sequence[str]], tuple[dict[str, int] | None, str | None]]
-"""Function from captions to facts (None: unknown) and a warning (None: nothing to warn of)."""
+"""Function that checks captions: it returns facts (None: unknown) and a warning (None: all is
+well)."""
 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """Loaded catalogs, with the plan by which a new run of a recipe would train on them."""
+    """Catalogs that were read, with the plan by which a new run of a recipe would train on them."""
 
     path: Path  # the catalog that is shown
     paths: Mapping[str, Path]  # paths of all catalogs of the recipe, by name

@@ -28,11 +28,10 @@ from longtake.inspection.reader import RunFacts, said_of_link
 from longtake.run_dir import RunDirectory
 
 MOST_CLIPS: Final = 2_000_000
-"""Limit of the clips of all catalogs together, above which no catalog is read.
+"""Maximum number of clips in all of a run's catalogs; above it, no catalog is read for a page.
 
-A million clips take about 3 s and 650 MiB, once for each change of the catalogs. Clips times plans
-are limited alike: above the limit, a run's earlier plans are not made again.
-"""
+A million clips take about 3 s and 650 MiB, once for each change of the catalogs. Clips times
+plans are limited alike: above the limit, a run's earlier plans are not made again."""
 _MOST_BYTES: Final = 2**30  # of the columns in memory, as lists of timestamps may be long
 _MOST_CLIPS_BY_BUCKETS: Final = 32_000_000  # each bucket is tried on each clip
 MOST_CATALOGS: Final = 8
@@ -41,14 +40,14 @@ _MOST_STAGES: Final = 64
 _NUM_BINS, _NUM_EXAMPLES = 40, 3
 _MOST_DRAWN: Final = 1e290  # values beyond it are left out: differences could be infinite
 UNREADABLE: Final = (errors.LongtakeError, OSError, ValueError, ArithmeticError, pa.ArrowException)
-"""Exceptions that unexpected catalogs and records may raise; they are shown as problems."""
+"""Exceptions that damaged catalogs and records may raise; a page shows them as problems."""
 
 
 # --- Files ------------------------------------------------------------------------------------
 
 
 def catalog_files(run: RunDirectory) -> list[Path]:
-    """Return the run's copies of its catalogs, the newest first.
+    """Return the copies of catalogs in a run directory, the newest first.
 
     Raises:
         DataError: a copy, or the folder of the copies, is a symbolic link.
@@ -60,7 +59,7 @@ def catalog_files(run: RunDirectory) -> list[Path]:
 
 
 def ledger_files(run: RunDirectory) -> list[Path]:
-    """Return the ledger's files, limited to about `_MOST_FILES`; empty without a ledger.
+    """Return files of a run's ledger (its record of consumed samples), about `_MOST_FILES` at most.
 
     Raises:
         DataError: a file or a folder of the ledger is a symbolic link.
@@ -82,7 +81,7 @@ def _refuse_links(*paths: Path) -> None:
 
 
 def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
-    """Return a value that changes when any of the files does."""
+    """Return a value for files at these paths that changes when any of the files does."""
     return tuple((path.name, fsio.file_version(path)) for path in paths)
 
 
@@ -91,21 +90,22 @@ def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
 
 @dataclass(frozen=True)
 class CatalogFacts:
-    """Facts of one catalog of the recipe."""
+    """Facts of one catalog of the recipe: its clips, rejected files and lengths of videos."""
 
     source: str
     file: str
     stats: dict[str, Any]
-    """Result of `catalog_stats`, without `rejected`."""
+    """Facts of the catalog from `catalog_facts.catalog_stats`, without its key `rejected`."""
     rejections: list[dict[str, Any]]
-    """`count`, `reason` and `examples` (paths) of each rejection; the most frequent first."""
+    """`count`, `reason` and `examples` (paths) for each reason why files were rejected, by
+    count."""
     seconds: "Histogram | None"
-    """Histogram of the lengths of the videos; None if there are none."""
+    """Histogram of the lengths of the catalog's videos in seconds; None if it has none."""
 
 
 @dataclass(frozen=True)
 class StageSpan:
-    """The clips of one stage within a histogram: their range, mean and counts."""
+    """Clips that one stage selects, within a histogram of all clips: range, mean and counts."""
 
     stage: str
     place: int
@@ -116,12 +116,12 @@ class StageSpan:
     mean: float
     num_clips: int
     counts: list[int]
-    """Number of the stage's clips in each bin of the histogram."""
+    """Number of clips that the stage selects in each bin of the histogram."""
 
 
 @dataclass(frozen=True)
 class Histogram:
-    """Histogram of one attribute of the clips, with the clips that each stage selects."""
+    """Histogram of one attribute of all clips, with the part of them that each stage selects."""
 
     name: str
     source: str
@@ -133,31 +133,32 @@ class Histogram:
 
 @dataclass(frozen=True)
 class StageStrip:
-    """Each stage's share of the batches, from the first batch to the last."""
+    """Each stage's share of the batches over the run, as a page draws it in a strip."""
 
     names: list[str]
     shares: list[list[float]]
-    """Share of the batches, indexed by stage and then by span of batches."""
+    """Share of the batches, indexed by stage and then by span of consecutive batches."""
     end: int
-    """Total number of batches."""
+    """Total number of batches that the strip covers."""
 
     def stage_at(self, batch: int) -> str:
-        """Return the stage that has most of the batches in the span around a batch."""
+        """Return the stage with the largest share of the batches around the given batch number."""
         span = min(len(self.shares[0]) - 1, batch * len(self.shares[0]) // self.end)
         return max(zip(self.shares, self.names, strict=True), key=lambda each: each[0][span])[1]
 
 
 @dataclass(frozen=True)
 class DataFacts:
-    """Facts of a run's catalogs and recipe; what could not be read is empty."""
+    """Facts of a run's catalogs and of its recipe's curriculum; unreadable parts are empty."""
 
     catalogs: list[CatalogFacts]
     summary: dict[str, Any] | None
-    """Result of `plan_summary`, as `longtake data show` prints it."""
+    """Facts of what the recipe trains from `curriculum_facts.plan_summary`; None if unknown."""
     strip: StageStrip | None
     histograms: list[Histogram]
     num_plans: int
-    """Number of plans that the run has followed; each change of its data adds one."""
+    """Number of plans for the order of clips that the run has followed; each change of data adds
+    one."""
     problems: list[str]
 
 
@@ -165,7 +166,7 @@ NO_DATA: Final = DataFacts([], None, None, [], 0, [])
 
 
 def read_data(facts: RunFacts) -> DataFacts:
-    """Return facts of a run's data; files are read again only after one has changed."""
+    """Return facts of a run's data; its files are read again only after one has changed."""
     run, problems = facts.run, list[str]()
     try:
         files = catalog_files(run)
@@ -238,7 +239,7 @@ def _are_large(paths: Iterable[Path]) -> bool:
 
 
 def facts_of(loaded: curriculum_facts.LoadedData, summary: dict[str, Any]) -> DataFacts:
-    """Return the facts of loaded catalogs; `summary` is what `describe` returned."""
+    """Return the facts of loaded catalogs; `summary` comes from `curriculum_facts.describe`."""
     catalogs = [
         _catalog_facts(source, str(loaded.paths[source]), catalog)
         for source, catalog in loaded.catalogs.items()
@@ -263,7 +264,7 @@ def release_memory() -> None:
 def _sources(
     recipe: Recipe | None, files: Sequence[Path], history: Sequence[PlanRecord]
 ) -> tuple[dict[str, Path], list[str]]:
-    """Map each catalog of the newest plan to its file; return sentences if that is not known."""
+    """Map each catalog of the run's newest plan to its file; sentences say which are not known."""
     if history:
         names = {name: each["edition"] for name, each in history[-1]["catalogs"].items()}
         known = {path.stem: path for path in files}
@@ -343,7 +344,7 @@ def _followed(
     catalogs: Mapping[str, Catalog],
     history: Sequence[PlanRecord],
 ) -> tuple[list[Plan], list[str]]:
-    """Return the plans that a run with changed data followed; if unknown, the given one and why."""
+    """Return the plans that a run followed as its data changed; else `plan` alone, and why."""
     changes = ", ".join(f"{each['step']:,}" for each in history[1:])
     said = f"The data changed at batch {changes}; the stages are drawn as a new run has them"
     if sum(map(len, catalogs.values())) * len(history) > MOST_CLIPS:

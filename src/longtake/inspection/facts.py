@@ -38,17 +38,18 @@ _BATCH_EVENTS = (
     *("stage", "epoch", "settings_changed"),
     *("sample_rejected", "decoder_stalled", "decoder_died"),
 )
-"""Events whose `step` is the number of a batch."""
+"""Kinds of events whose `step` is the number of a batch."""
 _SOURCES = ("watcher", "rank", "launcher")  # of `rank_failed`; the best informed is last
 _NEXT_STEP_EVENTS = ("stalled", "rank_failed", "killed_rank", "restarted_worker")
-"""Events whose `step` counts the steps done before; they happened in the next step."""
+"""Kinds of events whose `step` is the number of steps done before; they happened in the next
+step."""
 _VERDICT_EVENTS = ("update_skipped", "anomaly_detected")
 INCIDENT_EVENTS = (
     *_NEXT_STEP_EVENTS,
     *("decoder_stalled", "decoder_died", "clock_stepped", "clock_slewed", "degraded"),
     *("disk_full", "checkpoint_failed"),
 )
-"""Events that `incidents` collects: what happened to processes and nodes."""
+"""Kinds of events that `incidents` collects: troubles of processes and nodes, such as stalls."""
 
 
 # --- A run ------------------------------------------------------------------------------------
@@ -112,20 +113,20 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
 
 
 def _starts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the launches that reached their first step, with the seconds until then."""
+    """Return the launches that reached their first step, with the seconds until that step."""
     timings = (event for event in events if event["event"] == "startup_timing")
     return [{name: event.get(name) for name in _START_FACTS} for event in timings]
 
 
 def verdicts(events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the guard's verdicts among events, with `step` as metrics count it."""
+    """Return the events with the guard's verdicts on steps, with `step` as metrics number them."""
     # These events count the steps done before the judged one.
     judged = (each for each in events if each["event"] in _VERDICT_EVENTS)
     return [{**each, "step": each["step"] + 1} for each in judged]
 
 
 def settings_changes(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
-    """Return stages' changes of settings, each once even if its step was trained again."""
+    """Return events of settings that stages changed, each once even if its step was repeated."""
     found = {
         (event["step"], event["stage"]): {**event, "at": step_of(event, rows)}
         for event in events
@@ -135,7 +136,7 @@ def settings_changes(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> l
 
 
 def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dict[str, Any]]:
-    """Return what happened to processes and nodes, each incident once.
+    """Return incidents among a run's events (stalls, dead ranks, clocks, disks ...), each once.
 
     A stall that lasts is diagnosed again and again, and launcher and watcher both report a rank's
     failure. A stall that ended has `lasted_seconds`.
@@ -173,7 +174,7 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two events: the newest diagnosis of a stall, the best informed record of a failure."""
+    """Merge two events of one incident: the newest of a stall, the best informed of a failure."""
     if new["event"] == "stalled":
         return {**new, "time": old["time"], "at": old["at"]}
     other, best = sorted((old, new), key=lambda each: _SOURCES.index(each.get("source", "rank")))
@@ -182,7 +183,7 @@ def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restarts(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the launches that trained steps again because the launch before had not saved them.
+    """Return the launches that repeated steps, as the launch before was lost before it saved them.
 
     JSON: `time`, `step` (after which the launch began), `lost_steps`, and `cause`: the first failed
     rank of the launch before, as `incidents` describes it, or None.
@@ -206,7 +207,7 @@ def restarts(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
-    """Return the step in which an incident happened, as metrics count it."""
+    """Return the number of the step in which an incident happened, as metrics count steps."""
     step = event.get("step")
     if step is not None:
         return int(step) + (event["event"] in _NEXT_STEP_EVENTS)
@@ -217,7 +218,7 @@ def incident_step(event: Mapping[str, Any], rows: MetricRows) -> int:
 
 
 def step_of(event: Mapping[str, Any], rows: MetricRows) -> int | None:
-    """Return the step of an event as metrics count it (steps done with it), or None."""
+    """Return an event's step as metrics count it (steps done with it), or None without one."""
     step: int | None = event.get("step")
     if step is not None and event["event"] in (*_VERDICT_EVENTS, *_NEXT_STEP_EVENTS):
         return step + 1
@@ -228,7 +229,7 @@ def step_of(event: Mapping[str, Any], rows: MetricRows) -> int | None:
 
 
 def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
-    """Return step, bytes, damage (by the sizes of files; None: whole) and state of checkpoints.
+    """Return step, bytes, damage (by file sizes; None: whole) and state of a run's checkpoints.
 
     A run that was killed during a rollback has abandoned checkpoints until its next launch.
     """
@@ -246,7 +247,7 @@ def _checkpoints(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
 def next_commands(
     run: RunDirectory, state: str, rows: MetricRows, *, can_sample: bool, presets: Sequence[str]
 ) -> list[dict[str, str]]:
-    """Return commands, each with what it is for; the likeliest first.
+    """Return the commands that a user may run next, the likeliest first, each with its purpose.
 
     Args:
         run: the run.
@@ -276,7 +277,7 @@ def next_commands(
 
 
 def command_to_sample(run: RunDirectory) -> str:
-    """Return the command that samples a run.
+    """Return the `longtake sample` command for a run, with values that work.
 
     For a model with further inputs, it passes those, and the caption, of a clip from the catalog.
     """
@@ -312,7 +313,7 @@ def _any_clip(run: RunDirectory) -> Clip | None:
 
 
 def evaluated(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the facts of each preset that was sampled or tried: steps, measures and failures."""
+    """Return facts of each preset (set of prompts) of a run: sampled steps, scores, failures."""
     directory = EvaluationDirectory(run)
     tried = (path.name for path in (directory.path / "claims").glob("*"))
     found = []
@@ -337,7 +338,7 @@ def evaluated(run: RunDirectory) -> list[dict[str, Any]]:
 def failed_claims(
     directory: EvaluationDirectory, preset: str, done: Collection[int]
 ) -> list[dict[str, Any]]:
-    """Return step, reason and attempts of checkpoints that failed and were not sampled since."""
+    """Return step, reason and attempts of checkpoints whose sampling failed so far."""
     found = []
     for claim in sorted((directory.path / "claims" / preset).glob("step_*")):
         failed = [each for each in lease.history(claim) if each["ended"] == "failed"]
@@ -353,7 +354,7 @@ def failed_claims(
 
 @dataclass(frozen=True)
 class _Report:
-    """The guard's report of one verdict."""
+    """The guard's report file of one verdict."""
 
     path: Path
     number: int  # among the verdicts on one step, which may have been trained several times
@@ -425,7 +426,7 @@ def step_facts(
 
 
 def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
-    """Return the report that says most about a step, or None if none is within `span` steps.
+    """Return the guard's report that says most about a step; None if none is within `span` steps.
 
     A report with the step's samples comes first, then the nearest, then the newest.
     """
@@ -446,7 +447,7 @@ def _report_near(run: RunDirectory, step: int, span: int) -> _Report | None:
 
 
 def samples_of_step(report: GuardReport, step: int) -> list[ReportedSample]:
-    """Return a report's samples of one step (counted from 1), those with the highest loss first."""
+    """Return a guard report's samples of one step (counted from 1), the highest losses first."""
 
     def badness(sample: ReportedSample) -> tuple[bool, float]:
         loss = float(sample["loss"])
@@ -462,7 +463,7 @@ def samples_of_step(report: GuardReport, step: int) -> list[ReportedSample]:
 def _clips(
     run: RunDirectory, step: int, rows: MetricRows, report: _Report | None
 ) -> dict[str, Any]:
-    """Return the clips of a step: from the guard's report, else from the ledger if it was kept."""
+    """Return clips of a step: from the guard's report, else from the ledger if it was kept."""
     if report is not None:
         shown = step if report.samples_of(step) else report.step
         reported = report.samples_of(shown)
@@ -483,9 +484,10 @@ def _clips(
 
 
 def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
-    """Return `identity`, `caption`, `epoch` and `path` of a batch's clips in the ledger, unordered.
+    """Return a batch's clips from the ledger (record of consumed samples), in no order.
 
-    Empty if the ledger has no clips of it: none could be decoded, or the batch was abandoned.
+    Each has `identity`, `caption`, `epoch` and `path`. Empty if the ledger has no clips of the
+    batch: none could be decoded, or the batch was abandoned.
     """
     try:
         consumed = ledger.read_ledger(run.ledger_path)
@@ -519,7 +521,7 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
 def _known_clips(
     run: RunDirectory, identities: Sequence[str], editions: Sequence[str]
 ) -> dict[str, Clip]:
-    """Find clips in the run's catalogs, `editions` first."""
+    """Find clips by identities in a run's copies of catalogs, first in those of `editions`."""
     first = [run.catalogs_path / f"{edition}.parquet" for edition in editions]
     paths = dict.fromkeys([*first, *sorted(run.catalogs_path.glob("*.parquet"))])
     return find_in_catalogs(filter(Path.is_file, paths), identities)

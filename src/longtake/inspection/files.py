@@ -33,7 +33,7 @@ def folder_names(top: Path, name: str) -> list[str]:
 
 
 def file_names(top: Path, name: str) -> list[str]:
-    """Return the names of the files in a folder, with the same rules as `folder_names`."""
+    """Return the sorted names of the files in a folder below `top`; rules as in `folder_names`."""
     return _names(top, name, lambda entry: entry.is_file(follow_symlinks=False))
 
 
@@ -49,7 +49,7 @@ def _names(top: Path, name: str, is_wanted: Callable[[os.DirEntry[str]], bool]) 
 
 
 def is_text(name: str) -> bool:
-    """Return whether a file's name is valid UTF-8, so that a page can show and link it."""
+    """Return whether a file's name is valid UTF-8, so that a page can show it and link to it."""
     # Python decodes invalid bytes of file names to lone surrogates ("surrogateescape").
     return not any("\ud800" <= letter <= "\udfff" for letter in name)
 
@@ -81,7 +81,7 @@ def read_below(top: Path, name: str, kind: fsio.Kind[_T], max_bytes: int = 2**26
 
 
 def read_end(top: Path, name: str, num_bytes: int) -> str:
-    """Return the last whole lines of a text file below a folder, in at most `num_bytes` bytes.
+    """Return the last whole lines of a text file below `top`, in at most `num_bytes` bytes.
 
     Raises:
         OSError: the file cannot be opened without following a link.

@@ -17,10 +17,10 @@ from longtake.inspection.reader import RunFacts
 from longtake.run_dir import RunDirectory
 
 MOST_RECORDS: Final = 500_000
-"""Records of a ledger that is compared with its plans for a page; the command reads any number.
+"""Maximum number of ledger records that are compared with the run's plans for a page.
 
-A million records take about 3.5 s, and a run that trains adds records between two looks at it.
-"""
+The command `longtake data audit` compares any number. A million records take about 3.5 s, and a
+run that trains adds records between two looks at it."""
 _MOST_CLIPS: Final = 200_000  # of all catalogs, times the plans that are made again
 _MOST_AUDITED_METRICS: Final = 16 * 2**20
 _MOST_GROUPS: Final = 16
@@ -30,27 +30,28 @@ _IDENTITY = re.compile("([0-9a-f]{2}){7,64}")
 
 @dataclass(frozen=True)
 class EpochRow:
-    """Consecutive epochs of a stream with the same result, as one row of a table."""
+    """Consecutive epochs of a catalog with the same result of a ledger's audit: a table row."""
 
     audit: EpochAudit
-    """Result of the first of the epochs, and of each other one."""
+    """Result of the audit of the first of these epochs; the other ones have the same."""
     epochs: str
     words: str
 
 
 @dataclass(frozen=True)
 class LedgerFacts:
-    """Rows for the epochs of a ledger, with a verdict on whether they are exact."""
+    """Facts of a ledger: its epochs, and whether exactly the planned samples were trained."""
 
     rows: list[EpochRow]
     verdict: str
     is_exact: bool | None
-    """Result of the comparison with the plans; None if they were not compared."""
+    """True if the ledger has exactly the planned samples; None if it was not compared with the
+    plans."""
     notes: list[str]
 
 
 def read_ledger(facts: RunFacts, data: data_facts.DataFacts) -> LedgerFacts | None:
-    """Return facts of the run's ledger, or None if it has no ledger.
+    """Return facts of a run's ledger (record of consumed samples), or None if it has no ledger.
 
     Raises:
         DataError: the ledger is damaged.
@@ -91,7 +92,7 @@ def _read_ledger(run: RunDirectory, data: data_facts.DataFacts) -> LedgerFacts:
 
 
 def audit_verdict(found: Audit) -> str:
-    """Return whether an audit found a run to be exact, as a sentence."""
+    """Return a sentence on whether a ledger's audit found exactly the planned samples."""
     if found.two_writers:
         return (
             "Not exact: what two launches wrote cannot be separated. Resume from a checkpoint "
@@ -103,9 +104,9 @@ def audit_verdict(found: Audit) -> str:
 
 
 def audit_notes(found: Audit, num_examples: int) -> Iterator[str]:
-    """Yield sentences on an audit: first the steps, then skipped batches and other writers.
+    """Yield sentences on a ledger's audit: steps first, then skipped batches and double writers.
 
-    Of two launches that trained at the same time, at most `num_examples` places are named.
+    If two launches trained at the same time, at most `num_examples` places of that are named.
     """
     steps = found.end_step - found.num_skipped
     abandoned = plural(found.num_abandoned, "sample")
@@ -122,7 +123,7 @@ def audit_notes(found: Audit, num_examples: int) -> Iterator[str]:
 
 
 def alike(epochs: Sequence[EpochAudit]) -> list[list[EpochAudit]]:
-    """Group consecutive epochs that differ in nothing but their number."""
+    """Group consecutive epochs whose audit results differ in nothing but the epoch's number."""
     found: list[list[EpochAudit]] = []
     for epoch in epochs:
         if found and replace(epoch, epoch=0) == replace(found[-1][0], epoch=0):
@@ -133,7 +134,7 @@ def alike(epochs: Sequence[EpochAudit]) -> list[list[EpochAudit]]:
 
 
 def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
-    """Describe what the audit found of an epoch, or of `count` epochs with the same result."""
+    """Describe an audit's result for an epoch, or for `count` epochs with the same result."""
     named = f"epoch {epoch.epoch}" if count == 1 else f"these {count} epochs"
     if not epoch.is_exact:
         wrong = {
@@ -158,7 +159,7 @@ def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
 
 
 def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[str, Clip]:
-    """Find clips of the run's catalogs by identities or their beginnings, if they are known.
+    """Find clips in a run's catalogs by their identities, or by the first characters of these.
 
     Raises:
         DataError: a catalog is a symbolic link, or damaged.
@@ -174,16 +175,16 @@ def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[st
 
 @dataclass(frozen=True)
 class RejectedClip:
-    """A clip that could not be decoded."""
+    """A clip that training rejected because it could not be decoded."""
 
     identity: str
     reason: str
     step: int | None
-    """Number of the batch that had the clip; None if the event does not say."""
+    """Number of the batch that contained the clip; None if the event does not say."""
 
 
 def rejected_clips(facts: RunFacts) -> list[RejectedClip]:
-    """Return the rejected clips of the run's events, each once, the newest first."""
+    """Return the clips that a run could not decode, each once, the newest first."""
     found = dict[str, RejectedClip]()
     for event in facts.events:
         identity = event.get("identity")

@@ -39,7 +39,7 @@ _Seconds = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 
 
 class _Rank(TypedDict):
-    """An entry of `ranks` in a heartbeat."""
+    """A rank's entry in the list `ranks` of a node's heartbeat.json."""
 
     rank: fsio.Count
     local_rank: NotRequired[fsio.Count]
@@ -49,7 +49,7 @@ class _Rank(TypedDict):
 
 
 class _Means(TypedDict):
-    """An entry of `phase_means` in a heartbeat."""
+    """A rank's entry in the list `phase_means` of a node's heartbeat.json: seconds by phase."""
 
     rank: fsio.Count
     local_rank: fsio.Count
@@ -59,7 +59,7 @@ class _Means(TypedDict):
 
 
 class _Beat(TypedDict):
-    """The keys of nodes/<host>/heartbeat.json that pages use."""
+    """The keys of nodes/<host>/heartbeat.json that pages of the board use."""
 
     ranks: NotRequired[list[_Rank]]
     phase_means: NotRequired[list[_Means]]
@@ -69,7 +69,7 @@ class _Beat(TypedDict):
 
 @dataclass(frozen=True)
 class RankNow:
-    """A rank as its node's watcher saw it last."""
+    """The state of a rank when its node's watcher last wrote a heartbeat."""
 
     host: str
     rank: int
@@ -83,13 +83,13 @@ class RankNow:
     health: Mapping[str, float]  # measurements of its node
 
     def of_gpu(self, name: str) -> float | None:
-        """Return a measurement of the GPU whose number is the local rank."""
+        """Return a health number of the rank's GPU; its number is the local rank."""
         return self.health.get(f"{name}:{self.local_rank}")
 
 
 @dataclass(frozen=True)
 class NodeNow:
-    """A node as its watcher saw it last."""
+    """The state of a node when its watcher last wrote a heartbeat."""
 
     host: str
     state: NodeState
@@ -101,7 +101,7 @@ class NodeNow:
 
 
 def read_nodes(run: RunDirectory, *, is_live: bool) -> tuple[list[NodeNow], list[str]]:
-    """Return all nodes by name, and sentences about what cannot be read.
+    """Return a run's nodes sorted by name, and sentences about heartbeats that cannot be read.
 
     If the run is not being trained (`is_live` is false), a node that writes nothing has ended.
     """
@@ -140,7 +140,7 @@ def hosts_of(run: RunDirectory) -> list[str]:
 
 
 def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[RankNow]:
-    """Yield the ranks that run, and those that have ended, with what the watcher wrote of them."""
+    """Yield a node's ranks, running or ended, with what its watcher's heartbeat says of each."""
     work, speed = by_device(health, "step_work_seconds"), by_device(health, "steps_per_second")
     living = {each["rank"]: each for each in beat.get("ranks", ())}
     means = {each["rank"]: each for each in beat.get("phase_means", ())}
@@ -167,7 +167,7 @@ def _ranks(host: str, beat: _Beat, health: Mapping[str, float]) -> Iterator[Rank
 # --- The past ---------------------------------------------------------------------------------
 
 DRAWN: Final = tuple(label for label, column in COLUMNS.items() if column.is_drawn)
-"""Labels of the columns that are drawn over time."""
+"""Labels of the health numbers of nodes that a page draws over time."""
 _LABELS: Final = {COLUMNS[label].number: label for label in DRAWN}
 # Bytes of the ends of files that are read at first: of all nodes; of each node at least.
 _END_BYTES, _LEAST_END_BYTES = 8 * 2**20, 2**13
@@ -233,7 +233,7 @@ class HealthHistory:
         self._lock = threading.Lock()
         self._of: dict[str, _Past] = {}
         self.is_thin = False
-        """True if lines of a node were left out."""
+        """True if some lines of the nodes' health.jsonl files were left out."""
 
     def update(self, run: RunDirectory, hosts: Sequence[str]) -> None:
         with self._lock:
@@ -273,7 +273,7 @@ class HealthHistory:
         past.offset = begin + whole
 
     def of(self, host: str, label: str) -> tuple[Numbers, Numbers]:
-        """Return the times (seconds since 1970) and numbers of a column, in order of time."""
+        """Return times (seconds since 1970) and values of one health number of a node, in order."""
         with self._lock:
             past = self._of.get(host)
             if past is None:
@@ -284,7 +284,7 @@ class HealthHistory:
 
 
 def _spread(file: BufferedReader, first: int, end: int, count: int) -> Iterable[bytes]:
-    """Yield whole lines at even distances between two offsets."""
+    """Yield `count` whole lines of a health.jsonl, evenly spread between two byte offsets."""
     for number in range(count):
         file.seek(first + (end - first) * number // count)
         # Any offset but 0 may be inside a line.

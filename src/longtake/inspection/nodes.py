@@ -36,18 +36,18 @@ _PIPE_WIDTH = 120
 
 
 def node_facts(run: RunDirectory, seconds: float = 3600.0) -> dict[str, Any]:
-    """Return what the watchers of a run's nodes have measured and seen.
+    """Return what the watchers of a run's nodes have measured and reported.
 
     Args:
         run: the run.
-        seconds: maximum age of an event, counted back from its node's newest sign of life; an
-            event that is not over is always included.
+        seconds: maximum age of an event, counted back from its node's newest sign of life; an event
+            that is not over is always included.
 
     Returns:
         JSON-able: `run`, `seconds`, `nodes`, each with `host`, `state` (running, ended or silent),
-        `silent_seconds` (None: no sign of life), `windows` (samples that were compared),
-        `numbers` (medians of the last minute, the worst of the node's devices), `links_down`,
-        `outliers` (what is worse than on other nodes or in its own past) and `events`.
+        `silent_seconds` (None: no sign of life), `windows` (samples that were compared), `numbers`
+        (medians of the last minute, the worst of the node's devices), `links_down`, `outliers`
+        (what is worse than on other nodes or in its own past) and `events`.
 
     Raises:
         RunError: there is no run.
@@ -69,7 +69,7 @@ def node_facts(run: RunDirectory, seconds: float = 3600.0) -> dict[str, Any]:
 
 
 def _windows(path: Path) -> tuple[Windows, Windows]:
-    """Read windows of a health.jsonl: some sampled from all of its past, and the last ones."""
+    """Read health samples from a node's health.jsonl: some from all of its past, and the last."""
     size = path.stat().st_size if path.is_file() else 0
     start = max(0, size - _TAIL_BYTES)
     recent = _read(path, start, None) if size else []
@@ -92,7 +92,7 @@ def _read(path: Path, offset: int, limit: int | None) -> list[dict[str, float]]:
 
 
 def compare(windows: Mapping[str, Windows]) -> dict[str, list[outliers.Outlier]]:
-    """Return each node's outliers after its last window; nodes are aligned at the last one."""
+    """Return each node's outlying health numbers; samples of nodes are aligned at the last one."""
     found: dict[str, list[outliers.Outlier]] = {}
     for host, own in windows.items():
         detector = outliers.OutlierDetector(SHOWN_SIGNALS)
@@ -158,7 +158,7 @@ def state_of_node(
 
 
 def _numbers(recent: Windows) -> dict[str, float]:
-    """Return the worst device's median over the last windows, by column of the table."""
+    """Return a node's health numbers by table column: medians of the last samples, worst device."""
     numbers = {}
     for label, column in COLUMNS.items():
         found = [by_device(each, column.number) for each in recent[-_SHOWN_WINDOWS:]]
@@ -181,7 +181,7 @@ def state_words(state: NodeState, silent_seconds: float | None) -> str:
 def cell_of_node(
     label: str, numbers: Mapping[str, float], links_down: Sequence[str]
 ) -> tuple[str, bool]:
-    """Return the text of a node's cell in a column, and whether links are down in it."""
+    """Return the text of one cell of the nodes' table, and whether it says that links are down."""
     said = COLUMNS[label].text(numbers[label]) if label in numbers else "-"
     if label == "link" and links_down:
         return f"{len(links_down)} down, {said}", True
@@ -189,7 +189,7 @@ def cell_of_node(
 
 
 def print_nodes(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the facts that `node_facts` returned as a table with remarks."""
+    """Print the facts of `node_facts` as a table of nodes with remarks."""
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
     nodes = facts["nodes"]
@@ -225,7 +225,7 @@ def _cell(node: Mapping[str, Any], label: str) -> str:
 
 
 def _outliers(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the lines below the table that explain its marks."""
+    """Yield the lines below the nodes' table that list the outliers which it marks."""
     marked = [node for node in nodes if node["outliers"] or node["links_down"]]
     if not marked:
         return
@@ -250,7 +250,7 @@ def _events(nodes: Sequence[Mapping[str, Any]], seconds: float) -> Iterator[str]
 
 
 def _remarks(nodes: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield lines that name the nodes that were not compared, and why."""
+    """Yield lines that name the nodes that were not compared with others, and the reason."""
     measured = [node for node in nodes if node["windows"]]
     if len(measured) == 1:
         yield "One node alone: it is compared with its own past only."

@@ -28,11 +28,11 @@ from longtake.formatting import first_line
 from longtake.fsio import open_below
 
 MAX_SIDE: Final = 384
-"""Maximum width and height in pixels; larger stills are shrunk."""
+"""Maximum width and height of a still in pixels; larger ones are shrunk."""
 _LOSSLESS_SIDE = 128
 _JPEG_QUALITY = 82
 _SECONDS, _MEMORY_GIB = 10.0, 0.5
-"""Limits of decoding one frame: seconds without progress, and GiB of memory."""
+"""Limits for decoding the first frame of a video: seconds without progress, and GiB of memory."""
 _FOLDER = "posters"
 _MAX_STILLS, _PRUNED_EVERY = 4000, 200
 _MAX_KNOWN_PROBLEMS = 1000
@@ -41,7 +41,7 @@ _MAX_STILL_BYTES = 2**20
 
 @dataclass(frozen=True)
 class Poster:
-    """A picture to show in place of a video."""
+    """A picture that a page shows in place of a video, or the problem that prevents it."""
 
     data: bytes  # empty if there is a problem
     kind: str  # media type
@@ -59,7 +59,7 @@ def poster_bytes(top: Path, name: str) -> bytes | None:
 
 
 def still(top: Path, name: str) -> Poster:
-    """Return the first frame of a video below a folder, or the problem that prevents it.
+    """Return the first frame of a video below a folder, or the problem in decoding it.
 
     Raises:
         OSError: the file cannot be opened without following a link.
@@ -95,7 +95,7 @@ def kind_of(data: bytes) -> str:
 
 
 class PosterTask(Task[Path, bytes]):
-    """Decodes the first frame of a file, and encodes it as a small picture."""
+    """Worker's task that decodes the first frame of a video and encodes it as a small picture."""
 
     doing = "decoding a still"
     silence_seconds = _SECONDS
@@ -127,14 +127,14 @@ def _first_frame(media: Media) -> Image.Image:
 
 
 class _Decoder:
-    """One process that decodes, begun with the first still and again after it has failed."""
+    """The process that decodes videos: started with the first still, and again after failures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: WorkerPool[Path, bytes] | None = None
 
     def first_frame(self, descriptor: int) -> bytes:
-        """Return the first frame of an open file as a small picture.
+        """Return the first frame of an open video file as an encoded small picture.
 
         Raises:
             ClipError: the frame cannot be decoded within the limits.

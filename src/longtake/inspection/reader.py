@@ -28,7 +28,7 @@ _LARGE: Final = (
 """Folders of large files, which may be links as no page opens them."""
 
 NO_ROWS: Final = read_rows(RunDirectory(Path(os.devnull) / "none"))
-"""The rows of a run without metrics."""
+"""Empty rows, for a run without metrics."""
 
 _ENDED: Final = ("finished", "interrupted", "diverged", "dead")
 
@@ -37,16 +37,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RunFacts:
-    """A run at one moment; what could not be read is empty, and `problems` says why."""
+    """Facts of a run at one moment; unreadable parts are empty, and `problems` says why."""
 
     run: RunDirectory
     name: str
     """Path from the folder of runs to the run, with "/"; empty if the run is that folder itself."""
     summary: RunSummary
     kept: "Keep"
-    """Caches what takes long to compute: see `RunReader.kept`."""
+    """Function that caches slow results for this run: see `RunReader.kept`."""
     neighbours: "Neighbours"
-    """Returns the other runs below the same folder by their names; empty in a report."""
+    """Function that returns the other runs below the same folder by name; none in a report."""
     problems: tuple[str, ...]
     """One sentence for each file that cannot be read."""
     recipe: Recipe | None = None
@@ -87,7 +87,7 @@ class RunReader:
         self._kept: dict[str, tuple[Hashable, Any]] = {}
 
     def share_read(self, patience_seconds: float) -> float | None:
-        """Return the share of metrics.jsonl that is read, or None if all of it is.
+        """Return the share of metrics.jsonl that is read so far, or None once all of it is.
 
         Waits up to `patience_seconds` for the thread that reads; a later call continues to wait.
         After None, `facts` does not take long.
@@ -103,7 +103,7 @@ class RunReader:
         return self._share_read if looking.is_alive() else None
 
     def rows(self) -> MetricRows:
-        """Return only the rows of metrics, faster than `facts` does; empty if they are damaged."""
+        """Return the rows of metrics alone, faster than `facts`; empty if they are damaged."""
         with self._lock, suppress(errors.LongtakeError, OSError):
             return self._read_rows()
         return NO_ROWS
@@ -158,7 +158,7 @@ class RunReader:
             )
 
     def _read_rows(self) -> MetricRows:
-        """Return the rows that were read before, unless a file has changed."""
+        """Return the rows of metrics that were read before, or read them if a file has changed."""
 
         def note_share(share: float) -> None:
             self._share_read = share
@@ -169,7 +169,7 @@ class RunReader:
         return self._rows
 
     def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
-        """Return the value of `read`, which is called only if the version differs from the last.
+        """Return the cached result of `read`, called again only if `version` has changed.
 
         Two threads that call this at once may both call `read`.
         """
@@ -182,14 +182,14 @@ class RunReader:
 
 
 class RunList:
-    """The runs of a folder; an ended run is read again only if its files have changed."""
+    """The runs in a folder and their summaries; an ended run is read again only after a change."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._known: dict[Path, tuple[Hashable, RunSummary]] = {}
 
     def summaries(self) -> list[RunSummary]:
-        """Return the summaries of all runs in the folder, as `list_runs` does."""
+        """Return the summaries of all runs in the folder, as `run_list.list_runs` does."""
         return list_runs(self._folder, self._summary)
 
     def _summary(self, folder: Path, path: Path) -> RunSummary:
@@ -207,7 +207,7 @@ class RunList:
 
 
 def _newest_results(evaluations: Path) -> list[Path]:
-    """Return the folders of presets, and the newest result of each with its scores."""
+    """Return the folders of a run's presets, and of each preset's newest result with its scores."""
     found = list[Path]()
     for preset in _entries(evaluations):
         newest = max(

@@ -19,7 +19,7 @@ _SECRET_WORD = re.compile(
     r"|api[_-]?key|apikey|(?:shared[_-]?)?access[_-]?key(?:[_-]?id)?|private[_-]?key|account[_-]?key"
     r"|signature|cookie|longtake[_-]board|webhook|machine)(?:$|[_.-])"
 )
-"""Words in names of keys, options and variables whose values are secret or identify a machine."""
+"""Words in names of settings whose values are secret or identify a machine: token, password ..."""
 _OTHER_KEY = re.compile(r"(?:^|[_.-])key$")  # such as --wandb-key, or key of an fsspec store
 _MIN_OTHER_KEY_LENGTH = 16
 _IS_PATH = re.compile(r"[A-Za-z_]\w*(?:\.\w+)+")  # a parameter, such as blocks.0.to_q.weight
@@ -113,7 +113,7 @@ class Redactor:
                 self._secrets.add(value)
 
     def add_owner(self, uid: int) -> None:
-        """Also remove the name and the home folder of the user with this uid."""
+        """Also remove the login name and the home folder of the user with this uid from texts."""
         try:
             entry = pwd.getpwuid(uid)
         except KeyError:
@@ -159,7 +159,7 @@ class Redactor:
         return self._replace("user", self._users, text, r"(?<![A-Za-z0-9]){}(?![A-Za-z0-9])")
 
     def _keyed_secrets(self, text: str) -> Iterator[tuple[int, int, str]]:
-        """Yield start, end and text of each value whose key is that of a secret."""
+        """Yield start, end and text of each value in a text whose key names a secret."""
         for key in _KEY.finditer(text):
             found = _VALUE.match(text, key.end())
             if found is None:

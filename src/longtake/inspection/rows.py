@@ -30,11 +30,11 @@ from longtake.metrics import METRIC_COLUMNS, METRIC_TYPES, METRICS, Metrics
 from longtake.run_dir import RunDirectory
 
 Progress = Callable[[float], object]
-"""Called with the share of a file that has been read, from 0 to 1."""
+"""Function that is called with the share of a metrics.jsonl that has been read, from 0 to 1."""
 
 
 def ignore_progress(share: float) -> None:
-    """Do nothing: the default for readers whose progress is not shown."""
+    """Ignore the progress of reading: the default where no progress is shown."""
 
 
 _BLOCK_BYTES = 2**20
@@ -52,18 +52,18 @@ _VALIDATE: Final = {
     name: TypeAdapter(list[kind]).validate_python  # type: ignore[valid-type]
     for name, kind in METRIC_TYPES.items()
 }
-"""Functions that each validate one field of many lines."""
+"""Functions by metric that each validate the values of that metric in many lines at once."""
 
 
 class _Known(TypedDict):
-    """Describes the part of a metrics.jsonl that was read, so that it is recognized later."""
+    """Describes which part of a metrics.jsonl was read, to recognise the file later."""
 
     device: int
     inode: int
     size: fsio.Count
     mtime_ns: int
     end: fsio.Count
-    """Offset behind the last line that was read."""
+    """Byte offset behind the last line of metrics.jsonl that was read."""
     hash: str
     """SHA-256 of the first and the last 64 KiB of the file up to `end`."""
     num_skipped: fsio.Count
@@ -71,7 +71,7 @@ class _Known(TypedDict):
 
 @dataclass
 class _Source:
-    """The lines of a metrics.jsonl that were read, and their numbers as columns."""
+    """The lines of a metrics.jsonl that were read so far, with their numbers as columns."""
 
     known: _Known
     store: ColumnStore
@@ -85,17 +85,18 @@ class _Source:
 
 @dataclass(frozen=True)
 class MetricRows:
-    """The lines of metrics.jsonl, in the order in which they were written."""
+    """Rows of a run's metrics.jsonl, in the order in which they were written."""
 
     path: Path
     source: _Source
     chosen: range | Column
-    """Indices of these rows among the lines of `source`."""
+    """Indices of these rows among all lines of `source`."""
     is_abandoned: NDArray[np.bool_]
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of whole columns of these rows, by name."""
+    """Cache of whole columns (one metric of all these rows), by name."""
     reduced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of columns that `series` has reduced; later reads of the longer file continue it."""
+    """Cache of columns that `series` has reduced for plots; later reads of the longer file add to
+    it."""
 
     def __len__(self) -> int:
         return len(self.chosen)
@@ -111,7 +112,7 @@ class MetricRows:
         return MetricRows(self.path, self.source, chosen, self.is_abandoned[wanted])
 
     def part(self, name: str, first: int, last: int) -> Column:
-        """Return a column of rows `first` to before `last`, with `columns.ABSENT` where missing.
+        """Return a metric of the rows `first` to before `last`; `columns.ABSENT` where missing.
 
         Raises:
             RecordError: the cache of the rows cannot be read.
@@ -133,13 +134,13 @@ class MetricRows:
         return column[:: lines.step] if isinstance(lines, range) else column[lines - begin]
 
     def raw_column(self, name: str) -> Column:
-        """Return a column of all rows, with `columns.ABSENT` where missing; it is kept."""
+        """Return a metric of all rows, `columns.ABSENT` where missing; later calls use a cache."""
         if name not in self.columns:
             self.columns[name] = self.part(name, 0, len(self))
         return self.columns[name]
 
     def column(self, name: str) -> Column:
-        """Return a column of all rows, with NaN where a number is missing or not finite."""
+        """Return a metric of all rows, with NaN where it is missing or not finite."""
         values = self.raw_column(name)
         if values.dtype.kind != "f" or not (is_absent := values == ABSENT).any():
             return values
@@ -158,7 +159,7 @@ class MetricRows:
         return self[~self.is_abandoned] if self.is_abandoned.any() else self
 
     def step_of_batch(self, batch: int) -> int | None:
-        """Return the step that was last trained on a batch, or None if no step was."""
+        """Return the step that was the last to train the batch, or None if no step did."""
         order, batches = self._by_batch
         place = int(np.searchsorted(batches, batch, side="right")) - 1
         if place < 0 or batches[place] != batch:
@@ -170,10 +171,10 @@ class MetricRows:
         return place if place < len(self) and self.step[place] == step else None
 
     def metrics(self) -> list[Metrics]:
-        """Return the whole records, which are read from the file again: meant for few rows.
+        """Return these rows as whole records, read from the file again: meant for few rows.
 
         Raises:
-            RecordError: the file has changed since its rows were read.
+            RecordError: metrics.jsonl has changed since its rows were read.
         """
         found: list[Metrics] = []
         if not len(self):
@@ -199,12 +200,12 @@ class MetricRows:
 def read_rows(
     run: RunDirectory, before: MetricRows | None = None, progress: Progress = ignore_progress
 ) -> MetricRows:
-    """Return all rows of metrics.jsonl, also of abandoned steps; other lines are skipped.
+    """Return all rows of a run's metrics.jsonl, even of abandoned steps; invalid lines are skipped.
 
     `before` is the result of an earlier call: only lines that were appended since are read.
 
     Raises:
-        RecordError: the file cannot be read.
+        RecordError: metrics.jsonl cannot be read.
     """
     path = run.metrics_path
     source = _Source.empty() if before is None else before.source
@@ -224,9 +225,10 @@ def read_rows(
 
 
 def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
-    """Return [rows] whether a later row, or a rollback after the last, goes back before the step.
+    """Return [rows] whether the run later went back to before the row's step, abandoning it.
 
-    Steps decide, not times: clocks may be set back.
+    Later rows with a smaller step show that, or a rollback after the last row. Steps decide, not
+    times: clocks may be set back.
     """
     limit = np.full(len(rows), np.iinfo(np.int64).max)
     if len(rows):
@@ -244,7 +246,7 @@ def _abandoned(rows: MetricRows, run: RunDirectory) -> NDArray[np.bool_]:
 
 
 def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progress) -> _Source:
-    """Return the lines that were read before, or cached, and all complete lines after them."""
+    """Return the lines of metrics.jsonl that were read or cached before, and the new whole ones."""
     status = os.fstat(file.fileno())
     is_usable = before.known["end"] and _is_prefix(before.known, file, status)
     source = before if is_usable else _read_cache(path, file, status) or _Source.empty()
@@ -276,7 +278,7 @@ def _updated(path: Path, file: BufferedReader, before: _Source, progress: Progre
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
-    """Pause the search for cycles, which takes as long as parsing and finds none in JSON."""
+    """Pause Python's search for reference cycles, which is as slow as parsing and finds none."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -289,7 +291,7 @@ def _without_collection() -> Iterator[None]:
 def _blocks(
     file: BufferedReader, offset: int, size: int
 ) -> Iterator[tuple[list[bytes], NDArray[np.int64], int]]:
-    """Yield complete lines in blocks, the offset of each line, and the offset behind the block.
+    """Yield complete lines in blocks, each line's byte offset, and the offset behind the block.
 
     A line that is too long is cut off.
     """
@@ -310,7 +312,7 @@ def _blocks(
 
 
 def _parse(lines: Sequence[bytes], begins: NDArray[np.int64]) -> tuple[Column, int]:
-    """Return the rows of lines that are records, and the count of others that are not blank."""
+    """Return the rows of lines that are valid metrics, and the number of other non-blank lines."""
     # Lines with the same keys are validated together, a column at a time: this is far faster than
     # line by line.
     alike: dict[tuple[str, ...], tuple[list[int], list[dict[str, Any]]]] = {}
@@ -348,7 +350,7 @@ def _parse(lines: Sequence[bytes], begins: NDArray[np.int64]) -> tuple[Column, i
 
 
 def _find_invalid(fields: Mapping[str, Sequence[Any]]) -> set[int]:
-    """Return the places of records with a value that `Metrics` does not allow."""
+    """Return the indices of records with a metric of a type that `Metrics` does not allow."""
     found = set[int]()
     for name in fields.keys() & _VALIDATE.keys():
         try:
@@ -360,7 +362,7 @@ def _find_invalid(fields: Mapping[str, Sequence[Any]]) -> set[int]:
 
 
 def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
-    """Return valid fields as rows of numbers; null becomes NaN."""
+    """Return valid fields of `count` records as rows of metrics; null becomes NaN."""
     rows = np.zeros(count, DTYPE)
     for name in METRICS:
         rows[name] = ABSENT if DTYPE[name].kind == "f" else 0
@@ -383,24 +385,24 @@ def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
 
 
 class _CacheHeader(TypedDict):
-    """Header of a cache file, padded with spaces; the bytes of a `ColumnStore` follow it."""
+    """Header of a cache file of metrics, padded with spaces; a `ColumnStore`'s bytes follow."""
 
     format: fsio.Count
     fields: str
-    """`DTYPE` as text: a cache with other columns is not used."""
+    """`DTYPE` of a row as text: a cache that was written with other columns is not used."""
     known: _Known
     num_rows: fsio.Count
     checksum: int
 
 
 def _cache_path(path: Path) -> Path:
-    """Return a path in the user's cache folder: inspection writes nothing in a run directory."""
+    """Return the path of a metrics.jsonl's cache, in the user's cache folder, never in a run."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     return fsio.cache_folder() / "metrics" / f"{name}.rows"
 
 
 def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _Source | None:
-    """Return what an earlier process read of this file, or None without a usable cache."""
+    """Return the rows of this metrics.jsonl that an earlier process cached; None if unusable."""
     with suppress(OSError, RuntimeError, errors.RecordError, ValueError):
         cache_path = _cache_path(path)
         with fsio.open_regular(cache_path) as cache:
@@ -420,7 +422,7 @@ def _read_cache(path: Path, file: BufferedReader, status: os.stat_result) -> _So
 
 
 def _is_prefix(known: _Known, file: BufferedReader, status: os.stat_result) -> bool:
-    """Return whether `known` describes this file, unchanged or with lines appended since."""
+    """Return whether the rows that `known` describes are still the beginning of this file."""
     is_same_file = (known["device"], known["inode"]) == (status.st_dev, status.st_ino)
     # A file that was rewritten may keep its inode and become longer: the hash of both ends tells.
     has_grown = status.st_size > known["size"]
@@ -442,7 +444,7 @@ def _hash_of_ends(file: BufferedReader, end: int) -> str:
 
 
 def _write_cache(path: Path, source: _Source) -> None:
-    """Write the cache, and read the rows from it from then on."""
+    """Write the rows of metrics.jsonl to the cache file, and use that file in place of memory."""
     cache_path = _cache_path(path)
     cache_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with (

@@ -41,32 +41,34 @@ _ALARMS: Final[dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The summary of one run in a list; for a damaged run, only what is readable."""
+    """The summary of one run in a list of runs; for a damaged run, only its readable facts."""
 
     path: str
     """Path from the listed folder to the run, with "/"; "." if the folder itself is the run."""
     problem: str | None = None
-    """A sentence that names what cannot be read, or None."""
+    """A sentence that names the unreadable files of the run; None if all are readable."""
     state: StateKind | None = None
     """The run's state as returned by `node_dir.state`; None if it cannot be read."""
     family: str | None = None
     created: str | None = None
     steps: int = 0
-    """Trained steps that count; after a rollback, the step that the run went back to."""
+    """Number of trained steps; after a rollback, the step that the run went back to."""
     total_steps: int | None = None
     step_seconds: float | None = None
     """Median seconds of the most recent steps."""
     seconds_left: float | None = None
     """Estimated seconds until the last step; only while the run is running."""
     last_seen: float | None = None
-    """Last sign of life in seconds since 1970, by the modification times of the run's files."""
+    """Last sign of life of the run in seconds since 1970, by the modification times of its
+    files."""
     goodput: float | None = None
     """Share of the time since the first start that was spent on training steps that count (see
     `timeline.goodput`); None if unknown, or if the files are too large to read for a list."""
     loss: float | None = None
     """Loss of the newest step; None if it was not finite, or before the first step."""
     recovered: str | None = None
-    """A sentence on the newest rollback, or restart that lost steps, among the last events."""
+    """A sentence on the run's newest rollback, or restart that lost steps, among its last
+    events."""
     alarms: tuple[str, ...] = ()
     """Sentences on measures that drift, and on a run that stalled, died or diverged."""
     sample: str | None = None
@@ -76,7 +78,7 @@ class RunSummary:
 def list_runs(
     folder: Path, read: Callable[[Path, Path], RunSummary] | None = None
 ) -> list[RunSummary]:
-    """Return summaries of the runs in a folder and its subfolders by path; at most `MAX_RUNS`.
+    """Return summaries of the runs in a folder and its subfolders, by path; at most `MAX_RUNS`.
 
     Symbolic links are not followed. The folder itself may be a run. `read` replaces `summarize`,
     for example by a function that caches.
@@ -95,7 +97,7 @@ def list_runs(
 
 
 def find_runs(folder: Path) -> Iterator[Path]:
-    """Yield folders that contain a run.json, or metrics.jsonl and recipe.toml; no run in a run."""
+    """Yield run folders: those with run.json, or metrics.jsonl and recipe.toml; never nested."""
     # Breadth first: if a folder has too many subfolders, the runs near its top are found.
     pending, num_folders, num_runs = [(folder, 0)], 0, 0
     while pending and num_folders < _MAX_FOLDERS:
@@ -120,7 +122,7 @@ def find_runs(folder: Path) -> Iterator[Path]:
 
 
 def summarize(folder: Path, path: Path) -> RunSummary:
-    """Summarize one run below a folder; errors in its files become `problem` and are not raised."""
+    """Summarize one run below a folder; errors in its files are stored as `problem`, not raised."""
     run, found = RunDirectory(path), RunSummary(path.relative_to(folder).as_posix())
     linked = [name for name in _RECORDS if (path / name).is_symlink()]
     if linked:
@@ -174,7 +176,7 @@ def _read_steps(run: RunDirectory, found: RunSummary) -> RunSummary:
 
 
 def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
-    """Set `recovered` by the newest rollback, or restart that lost steps, among the last events."""
+    """Set a summary's `recovered` by the newest rollback, or restart that lost steps."""
     for event in _newest_records(run.events_path, EVENT):
         if event["event"] == "rolled_back":
             went = f"Rolled back from step {event['from_step']:,} to step {event['step']:,}."
@@ -186,7 +188,7 @@ def _read_recovery(run: RunDirectory, found: RunSummary) -> RunSummary:
 
 
 def _newest_records(path: Path, kind: fsio.Kind[_T]) -> Iterator[_T]:
-    """Yield the records in the last `_TAIL_BYTES` of a JSON lines file, the newest first."""
+    """Yield the records in the last `_TAIL_BYTES` bytes of a JSON lines file, the newest first."""
     with fsio.open_regular(path) as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         # The last piece is an unfinished line.
@@ -198,7 +200,7 @@ def _newest_records(path: Path, kind: fsio.Kind[_T]) -> Iterator[_T]:
 
 
 def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
-    """Set the newest sample of all presets, and add the drift alarms of their newest scores."""
+    """Set a summary's newest sample of all presets, and add drift alarms of the newest scores."""
     directory, newest, alarms = EvaluationDirectory(run), (-1, ""), list(found.alarms)
     for preset in folder_names(run.path, "evaluations"):
         folders = folder_names(run.path, f"evaluations/{preset}")

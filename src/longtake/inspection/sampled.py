@@ -41,7 +41,7 @@ class _Spread(TypedDict):
 
 
 class ReferenceRanges(TypedDict):
-    """The keys of reference.json that pages use."""
+    """The keys of reference.json (usual ranges of measures) that pages use."""
 
     num_clips: fsio.Count
     measures: dict[str, _Spread]
@@ -53,35 +53,35 @@ NO_REFERENCE: Final = ReferenceRanges(num_clips=0, measures={})
 
 @dataclass(frozen=True)
 class Result:
-    """The samples of one checkpoint, and their measures."""
+    """The videos or pictures sampled from one checkpoint for a preset, and their measures."""
 
     preset: str
     step: int
     files: Mapping[evaluation_dir.Scene, str]
-    """File names in the result's folder."""
+    """Names of the sampled files in the result's folder, by prompt and seed."""
     weights: str = ""
-    """`model`, or `ema/` and the name of a profile; empty if unknown."""
+    """Sampled weights: `model`, or `ema/` and the name of a profile; empty if unknown."""
     time: str = ""
     settings: Mapping[str, Any] = field(default_factory=dict)
     measures: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each measure over the videos."""
+    """Mean of each measure over the result's videos."""
     adherence: Mapping[evaluation_dir.Scene, float] = field(default_factory=dict)
     """Measured adherence of videos to their prompts, by prompt and seed."""
     held_out: Mapping[str, float] = field(default_factory=dict)
-    """Held-out loss by sigma, and their `mean`."""
+    """Loss on held-out clips by noise level (sigma), and their `mean`."""
     alarms: Sequence[evaluation_dir.Alarm] = ()
     is_whole: bool = True
-    """False if its scores.json cannot be read."""
+    """False if the scores.json of the result cannot be read."""
 
 
 @dataclass(frozen=True)
 class SampledPreset:
-    """The results of one preset of a run."""
+    """The results of one preset (set of prompts) of a run, by checkpoint."""
 
     run: RunDirectory
     name: str
     results: tuple[Result, ...]
-    """Results in ascending order of steps."""
+    """Results of the sampled checkpoints in ascending order of steps."""
     scenes: tuple[evaluation_dir.Scene, ...]
     reference: ReferenceRanges
     failed: Sequence[Mapping[str, Any]]
@@ -94,7 +94,7 @@ class SampledPreset:
 
     @property
     def newest(self) -> Result:
-        """The newest result with a readable scores.json; the newest of all if there is none."""
+        """The newest result with a readable scores.json; without one, the newest of all results."""
         whole = [each for each in self.results if each.is_whole]
         return (whole or self.results)[-1]
 
@@ -106,15 +106,15 @@ class SampledPreset:
         return next((each for each in self.results if each.step == step), None)
 
     def folder(self, step: int) -> str:
-        """Return the path from the run directory to the result of a step."""
+        """Return the path, relative to the run directory, of the result of a step's checkpoint."""
         return f"evaluations/{self.name}/step_{step:08d}"
 
     def files_there(self, step: int) -> set[str]:
-        """Return the names of the files in a result's folder; links are left out."""
+        """Return the names of the files in the folder of a step's result; links are left out."""
         return set(file_names(self.run.path, self.folder(step)))
 
     def setting(self, name: str) -> float | None:
-        """Return a number of the newest settings; None if it is not a positive number."""
+        """Return a sampling setting of the newest result; None if it is not a positive number."""
         value = self.newest.settings.get(name)
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
@@ -122,7 +122,7 @@ class SampledPreset:
 
 
 def preset_names(run: RunDirectory) -> list[str]:
-    """Return the names of the presets that have results or claims."""
+    """Return the names of the presets with sampled results, or whose sampling has begun."""
     with_claims = set(folder_names(run.path, "evaluations/claims"))
     names = [name for name in folder_names(run.path, "evaluations") if name not in _NOT_PRESETS]
     sampled = {name for name in names if next(_steps(run, name), None) is not None}
@@ -135,7 +135,7 @@ def has_results(run: RunDirectory, preset: str) -> bool:
 
 
 def read_preset(run: RunDirectory, name: str, kept: Keep) -> SampledPreset:
-    """Read the results of a preset; what cannot be read is left out and named in `problems`."""
+    """Read the results of a preset; unreadable ones are left out and named in `problems`."""
     problems, results = list[str](), list[Result]()
     steps = sorted(_steps(run, name))
     if len(steps) > MOST_STEPS:
@@ -178,7 +178,7 @@ def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
 
 
 def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep) -> T:
-    """Return what `use` makes of a record, cached until the file changes; follow no link.
+    """Return `use(record)` of a JSON file of a run, cached until the file changes; follow no link.
 
     Raises:
         RecordError: the file is not such a record, or too large.
@@ -203,7 +203,7 @@ def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T
 
 
 def _read_result(run: RunDirectory, preset: str, step: int, kept: Keep) -> Result | str:
-    """Return the result, or a sentence that says why it cannot be read."""
+    """Return the result of a step's checkpoint, or a sentence that says why it cannot be read."""
     name = f"evaluations/{preset}/step_{step:08d}/scores.json"
     try:
         found = _read(run, name, evaluation_dir.SCORES, _as_result, kept)
@@ -240,12 +240,15 @@ def _finite(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def _all_scenes(results: Sequence[Result]) -> list[evaluation_dir.Scene]:
-    """Return the prompts and seeds of all results: the newest result's first, in their order."""
+    """Return the prompts and seeds of all results: first the newest result's, in their order."""
     return list(dict.fromkeys(scene for each in reversed(results) for scene in each.files))
 
 
 def _loose_result(run: RunDirectory, preset: str, step: int, others: Sequence[Result]) -> Result:
-    """Make a result from its file names; prompts are those of other results, or of the preset."""
+    """Make a result whose scores.json is unreadable from the names of its files.
+
+    The prompts are those of other results, or of the preset.
+    """
     known = {file: scene for each in others for scene, file in each.files.items()}
     name, record = f"evaluations/{preset}/preset.json", dict[str, Any]()
     with suppress(OSError, errors.RecordError), open_below(run.path, name) as preset_file:

@@ -21,7 +21,8 @@ SERIES: Final[Mapping[str, Metric]] = {
     "loss_smoothed": Metric("loss, smoothed", panel="loss", is_logarithmic=True),
     "samples_per_second": Metric("clips", "1/s", panel="speed"),
 }
-"""Series that `read_series` can return: numbers of metrics.jsonl, and those computed from them."""
+"""Quantities that `read_series` can return: metrics of metrics.jsonl, and some computed from
+them."""
 
 MAX_PIXELS: Final = 10_000
 _BLOCK_ROWS = 64
@@ -36,7 +37,7 @@ XAxis = Literal["step", "time", "batch"]
 
 @dataclass(frozen=True)
 class Series:
-    """One quantity over the steps, in one bucket for each pixel; all arrays have one length.
+    """One metric over the steps, reduced to a bucket per pixel; all arrays have one length.
 
     A bucket without rows, or without a finite number, contains NaN.
     """
@@ -58,14 +59,14 @@ class Series:
 
 @dataclass(frozen=True)
 class AbandonedBranch:
-    """Steps that were trained, and given up when the run went back to an earlier step."""
+    """Steps that a run trained, then gave up when it went back to an earlier step."""
 
     first_step: int
     last_step: int
     returned_to: int
-    """The step after which training continued."""
+    """The earlier step that the run went back to, and after which training continued."""
     rows: MetricRows
-    """Rows of the branch, preceded by the row that it continues: its curve joins the other."""
+    """Rows of the abandoned steps, after the row that they continue, so that their curves join."""
 
     def read(self, names: Sequence[str], first: int, last: int, pixels: int) -> list[Series]:
         return _reduce(self.rows, names, first, last, pixels, "step")
@@ -80,7 +81,7 @@ def read_series(
     *,
     x: XAxis = "step",
 ) -> list[Series]:
-    """Return series of the steps `first` to `last` (inclusive) in at most `pixels` buckets.
+    """Return metrics of the steps `first` to `last` (inclusive) in at most `pixels` buckets each.
 
     Args:
         rows: rows of the run, as `read_rows` returns them.
@@ -95,7 +96,7 @@ def read_series(
 
 
 def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
-    """Return the branches that were given up, in order; at most the 100 longest."""
+    """Return branches, steps given up when the run went back, in order; at most the 100 longest."""
     firsts, lasts = abandoned_spans(rows)
     longest = np.sort(np.argsort(firsts - lasts, kind="stable")[:_MOST_BRANCHES])
     found = []
@@ -114,7 +115,7 @@ def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
 
 
 def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the first and the last row of each branch that was given up."""
+    """Return the indices of the first and last row of each branch (steps that the run gave up)."""
     lines = np.flatnonzero(rows.is_abandoned)
     # Steps rise within a pass; a step that does not rise begins the next pass.
     passes = np.cumsum(np.diff(rows.step, prepend=0) <= 0)
@@ -124,19 +125,19 @@ def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int
 
 @dataclass(frozen=True)
 class BucketSpeed:
-    """Tokens per second of the steps whose clips have one shape."""
+    """Training speed, in tokens per second, of the steps whose clips have one shape."""
 
     bucket: Bucket
     num_steps: int
     median: float
     mean: float
-    """Tokens of all steps divided by their seconds, with data loading and checkpoints."""
+    """Tokens of all these steps divided by their seconds, with data loading and checkpoints."""
 
 
 def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:
-    """Return the speed of each bucket of the rows that count, those with the most steps first.
+    """Return the training speed for each shape of clips, the shape with the most steps first.
 
-    Rows of older runs, which have no tokens per second, are left out.
+    Abandoned steps do not count. Rows of older runs, which have no tokens per second, are left out.
     """
     kept = rows.kept
     is_known = kept.is_recorded("tokens_per_second") & kept.is_recorded("num_frames")
@@ -163,7 +164,7 @@ def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:
 
 @dataclass(frozen=True)
 class _Reduced:
-    """Minimum, maximum, sum and count of the finite numbers in each group of rows."""
+    """Minimum, maximum, sum and count of a metric's finite numbers in each group of rows."""
 
     low: NDArray[np.float64]  # inf if no number is finite
     high: NDArray[np.float64]  # -inf if no number is finite
@@ -172,7 +173,7 @@ class _Reduced:
     has_bad: NDArray[np.bool_]
 
     def joined(self, starts: NDArray[np.int64]) -> "_Reduced":
-        """Merge consecutive groups: a merged group begins at each of `starts`."""
+        """Combine the numbers of consecutive groups of rows; new groups begin at `starts`."""
         with np.errstate(over="ignore"):
             return _Reduced(
                 np.minimum.reduceat(self.low, starts),
@@ -194,7 +195,7 @@ class _Reduced:
 
 
 def _single(values: Column) -> _Reduced:
-    """Return each number as a group of its own."""
+    """Return a metric's values as groups of one row each."""
     numbers = values.astype(np.float64, copy=False)
     is_finite = np.isfinite(numbers)
     return _Reduced(
@@ -254,7 +255,7 @@ def _reduce(
 
 
 def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
-    """Return the first row of each piece to reduce: single rows, or blocks if there are many.
+    """Return the first row of each group to reduce: single rows, or blocks of 64 if there are many.
 
     With blocks, a bucket may begin up to 63 rows later than its pixel.
     """
@@ -267,7 +268,7 @@ def _pieces(begin: int, end: int, num_buckets: int) -> NDArray[np.int64]:
 
 
 def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) -> _Reduced:
-    """Return the reduced numbers of each piece; the first and the last may be parts of blocks."""
+    """Return a metric reduced over each piece of rows; the first and last may be partial blocks."""
     begin = int(pieces[0])
     if len(pieces) == end - begin:
         return _single(_values(rows, name, begin, end))
@@ -283,7 +284,7 @@ def _groups(rows: MetricRows, name: str, pieces: NDArray[np.int64], end: int) ->
 
 
 def _blocks(rows: MetricRows, name: str, num_blocks: int) -> _Reduced:
-    """Return the first blocks of a column, reduced; cached blocks are not reduced again."""
+    """Return a metric's first blocks of 64 rows, reduced; cached blocks are not reduced again."""
     # The smoothing depends on the number of rows, so blocks of another decay do not count.
     key = (name, _decay(rows)) if name == "loss_smoothed" else name
     known: list[_Reduced] = [rows.reduced[key]] if key in rows.reduced else []
@@ -312,18 +313,18 @@ def _values(rows: MetricRows, name: str, begin: int, end: int) -> Column:
 
 
 def _decay(rows: MetricRows) -> float:
-    """Return the weight of a loss relative to the next row's; longer runs are smoothed more."""
+    """Return the smoothed loss's decay per row (0 to 1); longer runs are smoothed more."""
     length = np.clip(len(rows) * _SMOOTHED_SHARE, _LEAST_SMOOTHED, _MOST_SMOOTHED)
     # A power of two, so that a growing run seldom has to be smoothed again from its start.
     return float(1 - 1 / 2.0 ** round(np.log2(length)))
 
 
 def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
-    """Return the exponential mean of the losses up to each row.
+    """Return the exponential moving average of the loss up to each row.
 
     Only finite losses of steps without a verdict count. The mean is divided by the sum of the
-    weights, as in Adam, so that it begins at the first loss. Rows that are cached are not
-    computed again.
+    weights, as in Adam, so that it begins at the first loss. Rows that are cached are not computed
+    again.
     """
     decay = _decay(rows)
     values, total, weight = rows.reduced.get(("smoothed", decay), (np.empty(0), 0.0, 0.0))

@@ -36,7 +36,7 @@ _WAIT_SECONDS: Final = 0.7
 
 
 class _KeptStill(TypedDict):
-    """A still as it is stored in the cache."""
+    """A frame of a clip, or the reason for its lack, as stored in the cache."""
 
     frame: fsio.Count | None
     reason: str
@@ -45,10 +45,10 @@ class _KeptStill(TypedDict):
 
 @dataclass(frozen=True)
 class Still:
-    """The last frame of a clip that can be decoded, or why there is none."""
+    """The last decodable frame of a training clip, or the reason why there is none."""
 
     picture: str | None
-    """The frame as a data: URI; None if there is none."""
+    """The frame as a data: URI; None if no frame could be decoded."""
     words: str
 
 
@@ -56,7 +56,7 @@ PENDING: Final = Still(None, "The still is being decoded: load the page again in
 
 
 def why_none(run: RunDirectory, files: Iterable[Path]) -> str | None:
-    """Return a sentence that says why no clip of a run is opened, or None if clips may be.
+    """Return a sentence that says why no clip of a run may be opened for stills, or None if it may.
 
     `files` are the catalogs that contain the paths of the clips.
     """
@@ -72,7 +72,7 @@ def why_none(run: RunDirectory, files: Iterable[Path]) -> str | None:
 
 
 def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dict[str, Still]:
-    """Return the still of each clip by identity; one that is not decoded in time is `PENDING`."""
+    """Return the still of each clip by its identity; `PENDING` if it is not decoded in time."""
     found, missing = dict[str, Still](), list[Clip]()
     for clip in clips[:MOST_STILLS]:
         if clip.media.is_remote:
@@ -95,7 +95,7 @@ def stills_of(clips: Sequence[Clip], wait_seconds: float = _WAIT_SECONDS) -> dic
 
 
 def _kept_path(clip: Clip) -> Path:
-    """Return the cache path of a clip's still; it changes when the clip's file is replaced."""
+    """Return the cache path of a clip's still; another one once the clip's file is replaced."""
     parts = clip.identity, clip.path, fsio.file_version(clip.media.file.resolve())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     return fsio.cache_folder() / "stills" / f"{name}.json"
@@ -142,12 +142,12 @@ def _keep(clip: Clip, kept: _KeptStill) -> None:
 
 
 _threads: dict[frozenset[Path], threading.Thread] = {}
-"""Threads that decode, by the cache paths of their clips: a reloaded page waits for the same."""
+"""Threads that decode stills, by their cache paths: a reloaded page waits for the same thread."""
 _lock, _one_at_a_time = threading.Lock(), threading.Lock()
 
 
 def _decode_in_background(clips: Sequence[Clip]) -> threading.Thread:
-    """Return a thread that decodes the clips that are not in the cache, one after the other."""
+    """Return a thread that decodes the clips' stills one by one, and stores them in the cache."""
     paths = frozenset(map(_kept_path, clips))
     with _lock:
         for known, thread in list(_threads.items()):
@@ -174,7 +174,7 @@ def _decode_all(clips: Sequence[Clip]) -> None:
 
 
 def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
-    """Find the last frame that can be decoded, by bisection, and why the next one cannot be."""
+    """Find a clip's last decodable frame by bisection, and the error of the frame after it."""
     good: tuple[int, str] | None = None
     last, reason, frame = clip.num_frames, "", clip.num_frames - 1
     # Between the last frame known to be good and the first bad one; damage is taken to last.

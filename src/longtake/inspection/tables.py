@@ -39,16 +39,17 @@ _INCIDENTS = {
     "restarted_worker": "worker restarted",
     "checkpoint_failed": "save failed",
 }
-"""Words for incidents, where they are not those of the event's name."""
+"""Words for kinds of incidents (troubles of processes and nodes), where the kind's name is
+unclear."""
 _SENTENCES = (
     *("stalled", "rank_failed", "clock_stepped", "clock_slewed", "degraded", "disk_full"),
     "first_loss_high",
 )
-"""Kinds of events that `said` describes by `incident_sentence`."""
+"""Kinds of events that `said` describes with the sentence of `incident_sentence`."""
 
 
 def print_run(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the facts of a run that `run_facts` returned."""
+    """Print the facts of a run, from `facts.run_facts`, as tables."""
     _widen(console)
     steps = f"step {facts['steps']} of {facts['total_steps']}"
     title = f"{facts['run']}: {facts['family']}, {steps}, {_state(facts)}"
@@ -66,7 +67,7 @@ def print_run(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the facts of the steps around one that `step_facts` returned."""
+    """Print the facts of a step and its neighbours, from `facts.step_facts`, as tables."""
     _widen(console)
     _print(console, f"[bold]{escape(facts['run'])}, around step {facts['step']}[/bold]")
     _print(console, _rows(facts))
@@ -80,7 +81,7 @@ def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def said(event: Mapping[str, Any]) -> str:
-    """Describe an event in one line."""
+    """Describe an event of a run in one line."""
     kind, step = event["event"], event.get("at")
     if kind in ("update_skipped", "anomaly_detected"):
         return f"step {step}: {_words(event['verdict'])}: {event['message']}"
@@ -115,7 +116,7 @@ def said(event: Mapping[str, Any]) -> str:
 
 
 def incident_words(incident: Mapping[str, Any]) -> str:
-    """Name the kind of an incident in a word or two, with its size or length."""
+    """Name an incident (trouble of a process or node) in a word or two, with its size or length."""
     words = _INCIDENTS.get(incident["event"], _words(incident["event"]))
     if incident["event"] == "clock_stepped" and "seconds" in incident:
         return f"{words} {incident['seconds']:+.3g} s"
@@ -125,7 +126,7 @@ def incident_words(incident: Mapping[str, Any]) -> str:
 
 
 def incident_sentence(incident: Mapping[str, Any]) -> str:
-    """Describe what happened, on which node and why."""
+    """Describe an incident (trouble of a process or node): what happened, on which node and why."""
     texts = (incident.get(name) for name in ("sentence", "message", "reason", "error"))
     text = str(next((each for each in texts if each), ""))
     text = text.removesuffix(str(incident.get("advice", ""))).rstrip()
@@ -137,7 +138,7 @@ def incident_sentence(incident: Mapping[str, Any]) -> str:
 
 
 def restart_sentence(restart: Mapping[str, Any]) -> str:
-    """Describe which steps a launch trained again, and why (an item of `facts.restarts`)."""
+    """Describe the steps that a launch trained again after a crash, and the cause of the crash."""
     first, last, cause = (
         restart["step"] + 1,
         restart["step"] + restart["lost_steps"],
@@ -152,7 +153,7 @@ def restart_sentence(restart: Mapping[str, Any]) -> str:
 
 
 def _start_line(start: Mapping[str, Any]) -> str:
-    """Describe one launch in a line: its first step, its duration and the longest phases."""
+    """Describe a launch's start-up in a line: first step, duration and longest phases."""
     parts = sorted(start["seconds"].items(), key=lambda each: -each[1])[:3]
     most = ", ".join(f"{START_PHASES.get(part, part)} {seconds:.1f} s" for part, seconds in parts)
     down = start["down_seconds"]
@@ -161,7 +162,7 @@ def _start_line(start: Mapping[str, Any]) -> str:
 
 
 def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
-    """Return a table of one launch's phases, with the slowest rank of each if there are several."""
+    """Return a table of a launch's start-up phases; with several ranks, of the slowest in each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("start-up", no_wrap=True)
     table.add_column("seconds", justify="right")
@@ -181,7 +182,7 @@ def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
 
 
 def _state(facts: Mapping[str, Any]) -> str:
-    """Describe the run's state, with its speed and time left or its last sign of life."""
+    """Describe a run's state, with its speed and time left or its last sign of life."""
     kind, silent = facts["state"], facts["silent_seconds"]
     ago = "" if silent is None else f", last sign of life {format_duration(silent)} ago"
     if kind == "running":
@@ -216,7 +217,7 @@ def _value(value: object) -> str:
 
 
 def _about(facts: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return the lines about a run by their headings."""
+    """Return the lines that describe a run (recipe, launches, checkpoints ...), by heading."""
     lines = {
         "recipe": [facts["recipe"]],
         "begun": [format_time(facts["created"], with_date=True)],
@@ -290,7 +291,7 @@ def _steps(checkpoints: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _evaluated(facts: Mapping[str, Any]) -> list[str]:
-    """Describe one preset in lines: its checkpoints, newest numbers, alarms and failures."""
+    """Describe a preset (set of prompts) in lines: sampled steps, scores, alarms and failures."""
     steps = facts["steps"]
     lines = []
     if steps:
@@ -316,7 +317,7 @@ def _shortened(lines: Sequence[str]) -> list[str]:
 
 
 def _rows(facts: Mapping[str, Any]) -> Table:
-    """Return a table of the rows of each pass; what an older longtake did not write is empty."""
+    """Return a table of the metrics of steps around one; values that a row lacks are empty."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     names = ["", "step", "batch", "loss", *(f"sigma\n{each}" for each in _QUARTERS)]
     for name in (*names, "gradient\nnorm", "weight\nnorm", "update\nratio"):

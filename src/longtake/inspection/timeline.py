@@ -74,34 +74,35 @@ _LOOKS: Final[dict[str, _Look]] = {
     "recovered": _Look("node", "nodes", "info"),
     "disk_full": _Look("disk", "nodes", "error"),
 }
-"""Looks of events on the time line; kinds of events that are missing here are not on it."""
+"""Looks of kinds of events on the time line; kinds that are missing here are not drawn."""
 _MOST_MARKS = 200
-"""Number of marks of one kind and level above which neighbours become one mark."""
+"""Number of marks of one kind and level above which neighbours on the time line are merged."""
 _MOST_SECONDS = 1e9
 _OF_A_LAUNCH: Final = {
     *get_args(EventKind),
     *("rank_failed", "killed_rank", "stalled", "stall_cleared"),
 }
-"""Events that a launch's processes, or incidents of these, have caused."""
+"""Kinds of events that a launch's processes, or troubles of these, have caused."""
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened, or many things of one kind that happened close together."""
+    """A mark on a run's time line: one event, or several of one kind that are close together."""
 
     step: int | None
-    """Step of the first event, as metrics count it; None without metrics."""
+    """Step of the mark's first event, as metrics count it; None without metrics."""
     time: float | None
-    """Time of the first event in seconds since 1970."""
+    """Time of the mark's first event in seconds since 1970."""
     kind: str
-    """One of: launch restart end failure stage epoch settings data captions rejected decoder ledger
-    skip spike rollback diverged checkpoint sample evaluation drift stall clock node disk"""
+    """Kind of the mark: one of launch restart end failure stage epoch settings data captions
+    rejected decoder ledger skip spike rollback diverged checkpoint sample evaluation drift stall
+    clock node disk"""
     text: str
     level: Level
     lane: Lane
     span: tuple[int, int] | None = None
-    """Steps of the first and the last event. Of a rollback: the step that it returned to, and the
-    last one that it gave up; of a restart: the first and the last step trained again."""
+    """Steps of the mark's first and last event. Of a rollback: the step that it returned to, and
+    the last one that it gave up; of a restart: the first and the last step trained again."""
     count: int = 1
 
 
@@ -121,7 +122,7 @@ def all_events(run: RunDirectory) -> list[dict[str, Any]]:
 def timeline(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event] | None = None
 ) -> list[Mark]:
-    """Return all marks in order of steps, and of times within a step.
+    """Return all marks of a run's time line in order of steps, and of times within a step.
 
     `events` is the result of `all_events`, if it is known already.
 
@@ -139,7 +140,7 @@ def timeline(
 
 
 def _placed(events: Sequence[Event], rows: MetricRows) -> Iterator[tuple[Event, int | None]]:
-    """Yield each event with its step; events about the same incident are yielded once."""
+    """Yield each event with its step; events of the same incident (stall ...) yield one."""
     for known in (*facts.settings_changes(events, rows), *facts.incidents(events, rows)):
         yield known, known["at"]
     for event in events:
@@ -160,7 +161,7 @@ def _look(event: Event) -> _Look:
 def _together(
     events: Sequence[tuple[Event, int | None]],
 ) -> Iterator[Sequence[tuple[Event, int | None]]]:
-    """Group events of one kind: each alone, or by equal spans of steps if there are many."""
+    """Group events of one kind into marks: one each, or one per equal span of steps if many."""
     if len(events) <= _MOST_MARKS:
         yield from ([each] for each in events)
         return
@@ -209,7 +210,7 @@ def seconds_of(event: Event) -> float:
 
 
 class TimePart(NamedTuple):
-    """One use of a run's time, in seconds."""
+    """The seconds that a run spent on one use of its time, such as saving."""
 
     part: str
     seconds: float
@@ -227,15 +228,15 @@ PARTS: Final = (
     "down",
     "other",
 )
-"""Uses of a run's time. `training` are steps that count, `trained again` steps that a crash lost,
-`rolled back` steps that the guard gave up. `stuck` is from the last step of a launch to its
-failure, and `down` from there to the next launch. `saving` is the time above the median of steps
-after a save, and the time of the last save of a launch."""
+"""Uses of a run's time that `goodput` counts. `training` are steps that were kept, `trained again`
+steps that a crash lost, `rolled back` steps that the guard gave up. `stuck` is from the last
+step of a launch to its failure, and `down` from there to the next launch. `saving` is the time
+above the median of steps after a save, and the time of the last save of a launch."""
 
 
 @dataclass(frozen=True)
 class _Period:
-    """One launch in seconds since 1970, with the rows that it wrote."""
+    """One launch of a run: its times in seconds since 1970, and its rows of metrics."""
 
     begin: float
     end: float  # its last sign of life
@@ -246,7 +247,7 @@ class _Period:
 def goodput(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event] | None = None
 ) -> list[TimePart]:
-    """Return the seconds of each of `PARTS`, from the first launch to the last sign of life.
+    """Return a run's seconds for each of `PARTS`, from the first launch to the last sign of life.
 
     They add up to that time, or to more if clocks were set back. `events` is the result of
     `all_events`, if it is known already.
@@ -292,7 +293,7 @@ def share_of_training(parts: Sequence[TimePart]) -> float | None:
 def _periods(
     events: Sequence[Event], times: NDArray[np.float64], rows: MetricRows
 ) -> list[_Period]:
-    """Return the launches by their events; rows before the first one form a launch of their own."""
+    """Return a run's launches by their events; rows before the first are a launch of their own."""
     begins = [place for place, event in enumerate(events) if event["event"] in BEGINNINGS]
     if not begins and not len(rows):
         return []
@@ -326,7 +327,7 @@ def _periods(
 def _seconds_of_steps(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event], periods: Sequence[_Period]
 ) -> dict[str, float]:
-    """Return the seconds of all steps by part; steps after a save or rollback are divided."""
+    """Return the seconds of a run's steps by use; steps after a save or rollback are divided."""
     seconds = _clipped(rows.part("step_seconds", 0, len(rows)))
     data = np.minimum(_clipped(rows.part("data_seconds", 0, len(rows))), seconds)
     is_kept = ~rows.is_abandoned
