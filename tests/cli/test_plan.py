@@ -19,6 +19,7 @@ from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
 
+WriteRecipe = Callable[..., Path]
 _ROOT = Path(__file__).resolve().parents[2]
 _TINY_FLUX = "examples/tiny_flux_module.toml"
 
@@ -58,9 +59,7 @@ def plan(call: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
 
 
 @pytest.fixture
-def small(
-    small_recipe: Callable[..., Recipe], few_words: None, tmp_path: Path
-) -> Callable[..., Path]:
+def small(small_recipe: Callable[..., Recipe], few_words: None, tmp_path: Path) -> WriteRecipe:
     """Writes a recipe whose plan takes a second; neither its clips nor its module need exist."""
 
     def write(*changes: str) -> Path:
@@ -72,9 +71,7 @@ def small(
     return write
 
 
-def test_samples_between_steps_are_said(
-    plan: Call, small: Callable[..., Path], refuse: Refuse
-) -> None:
+def test_samples_between_steps_are_said(plan: Call, small: WriteRecipe, refuse: Refuse) -> None:
     preset = "evaluation.presets.tiny={prompts=['a red disk'], num_inference_steps=2}"
     code, out, err = plan(str(small("sampling.every=4", preset)))
     assert code == 0, err
@@ -85,7 +82,7 @@ def test_samples_between_steps_are_said(
 
 
 def test_the_lora_that_a_run_begins_with_is_checked_and_said(
-    plan: Call, small: Callable[..., Path], refuse: Refuse, tmp_path: Path
+    plan: Call, small: WriteRecipe, refuse: Refuse, tmp_path: Path
 ) -> None:
     file = tmp_path / "style.safetensors"
     path = small("trainable.kind=lora", "trainable.rank=4", f"trainable.init_from={file}")
@@ -106,7 +103,7 @@ def test_the_lora_that_a_run_begins_with_is_checked_and_said(
 
 
 def test_stages_are_shown_with_their_settings(
-    plan: Call, small: Callable[..., Path], call_json: CallJson
+    plan: Call, small: WriteRecipe, call_json: CallJson
 ) -> None:
     stages = (
         'data.stages=[{name="low", steps=6}, {name="high", learning_rate=1e-3, warmup_steps=2, '
@@ -178,9 +175,7 @@ def test_the_table_can_be_read(plan: Call) -> None:
     assert max(len(line.rstrip()) for line in lines if line.startswith(" ")) <= 100
 
 
-def test_what_does_not_fit_exits_1_with_what_would_help(
-    small: Callable[..., Path], plan: Call
-) -> None:
+def test_what_does_not_fit_exits_1_with_what_would_help(small: WriteRecipe, plan: Call) -> None:
     recipe = small(
         "recompute={memory='6MiB', reserve=0, device='h100', host_memory='1MB'}",
         "training.global_batch_size=8",
@@ -211,7 +206,7 @@ def test_what_does_not_fit_exits_1_with_what_would_help(
 
 
 def test_what_would_not_train_exits_1(
-    small: Callable[..., Path], own_module: Callable[[str], str], call: Call
+    small: WriteRecipe, own_module: Callable[[str], str], call: Call
 ) -> None:
     module = own_module("tokens + self.first(tokens) * prepared['style']")
     recipe = small(f"trainable.modules.own.module={module}")
@@ -236,7 +231,7 @@ def test_what_would_not_train_exits_1(
 
 
 def test_memory_and_device_are_taken_as_they_are_given(
-    small: Callable[..., Path], call_json: CallJson
+    small: WriteRecipe, call_json: CallJson
 ) -> None:
     """GiB are not GB; a named GPU has memory of its own, and any other is told by its speed."""
     recipe = small("recompute={memory='1GiB', device='h200'}")
@@ -270,7 +265,7 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
 
 
 def test_what_training_refuses_ends_a_plan(
-    plan: Call, small: Callable[..., Path], refuse: Refuse, pairs: Path
+    plan: Call, small: WriteRecipe, refuse: Refuse, pairs: Path
 ) -> None:
     own = ("optimizer.kind=torch.optim:Adafactor", "model.dtype=bf16")
     assert "weights are bfloat16" in refuse("plan", small(*own))
@@ -282,7 +277,7 @@ def test_what_training_refuses_ends_a_plan(
     assert (code, "Training would refuse this recipe." in out) == (2, True)
 
 
-def test_processes_share_what_is_planned(small: Callable[..., Path], call_json: CallJson) -> None:
+def test_processes_share_what_is_planned(small: WriteRecipe, call_json: CallJson) -> None:
     recipe = small("parallel.strategy=shard")
     facts = [call_json("plan", recipe, f"--processes={count}") for count in (1, 2)]
     assert [each["processes"] for each in facts] == [1, 2]
@@ -292,7 +287,7 @@ def test_processes_share_what_is_planned(small: Callable[..., Path], call_json: 
 
 
 def test_a_mesh_is_planned_by_its_links(
-    small: Callable[..., Path], call: Call, call_json: CallJson
+    small: WriteRecipe, call: Call, call_json: CallJson
 ) -> None:
     path = small(
         "model.config={hidden_size=48, num_blocks=2}",
@@ -360,7 +355,7 @@ def test_what_the_whole_run_costs_with_failures(plan: Call, call_json: CallJson)
 
 
 def test_a_batch_that_does_not_divide_wastes_ranks(
-    small: Callable[..., Path], call: Call, call_json: CallJson
+    small: WriteRecipe, call: Call, call_json: CallJson
 ) -> None:
     path = small("model.config={hidden_size=48, num_blocks=2}", "training.global_batch_size=6")
     options = ("--processes=4", "--per-node=2", "--link=1,1", "--device=h100")
@@ -374,7 +369,7 @@ def test_a_batch_that_does_not_divide_wastes_ranks(
     assert "25.0% of all places stay empty" in out
 
 
-def test_plan_refuses_what_train_would(small: Callable[..., Path], refuse: Refuse) -> None:
+def test_plan_refuses_what_train_would(small: WriteRecipe, refuse: Refuse) -> None:
     path = small("parallel={strategy='hybrid', shard_size=3}", "training.global_batch_size=8")
     said = refuse("plan", path, "--processes=4")
     assert "parallel.shard_size = 3 processes, which would hold one copy of the model" in said

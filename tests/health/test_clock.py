@@ -58,9 +58,7 @@ def watched(world: _World) -> Iterator[Clock]:
 
 
 @pytest.mark.parametrize("milliseconds", [-1, -7, -2013, 1, 3_600_000])
-def test_a_step_is_one_change_of_exactly_its_size(
-    world: _World, watched: Clock, milliseconds: int
-) -> None:
+def test_a_step_is_one_change_of_its_size(world: _World, watched: Clock, milliseconds: int) -> None:
     world.go(0.25)
     watched.look()
     world.go(0.25)
@@ -75,7 +73,7 @@ def test_a_step_is_one_change_of_exactly_its_size(
 
 
 @pytest.mark.parametrize("ppm", [500.0, -500.0, 83_333.0])
-def test_a_slew_is_found_within_16_seconds_and_is_no_step(
+def test_a_slew_is_found_in_16_seconds_as_no_step(
     world: _World, watched: Clock, ppm: float
 ) -> None:
     for _ in range(64):
@@ -93,9 +91,7 @@ def test_a_slew_is_found_within_16_seconds_and_is_no_step(
     assert steady.seconds == pytest.approx(16 * ppm * 1e-6, rel=0.1)
 
 
-def test_a_correction_that_an_oscillator_may_need_is_no_event(
-    world: _World, watched: Clock
-) -> None:
+def test_a_correction_that_oscillators_need_is_no_event(world: _World, watched: Clock) -> None:
     for _ in range(200):
         world.go(0.25, 150)
         watched.look()

@@ -13,11 +13,12 @@ from longtake.health.network import PeerConnections, TcpConnection, connections_
 from longtake.heartbeat import HeartbeatWriter
 from longtake.monitor.node_health import _rank_pids
 
+Ends = tuple[socket.socket, socket.socket]
 _HERE, _THERE = "127.0.0.2", "127.0.0.1"
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+def ends() -> Iterator[Ends]:
     with socket.create_server((_THERE, 0)) as server:
         here = socket.create_connection(server.getsockname(), source_address=(_HERE, 0))
         there, _ = server.accept()
@@ -30,9 +31,7 @@ def _of(found: list[TcpConnection], own: str) -> TcpConnection:
     return one
 
 
-def test_both_ends_of_a_connection_are_there_with_what_was_confirmed(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
+def test_both_ends_of_a_connection_are_there_with_what_was_confirmed(ends: Ends) -> None:
     here, there = ends
     here.sendall(b"x" * 10_000)
     there.recv(10_000)
@@ -44,16 +43,14 @@ def test_both_ends_of_a_connection_are_there_with_what_was_confirmed(
     assert _of(found, _THERE).peer == _HERE
 
 
-def test_connections_of_others_do_not_count(ends: tuple[socket.socket, socket.socket]) -> None:
+def test_connections_of_others_do_not_count(ends: Ends) -> None:
     """Nor those of processes that are gone."""
     assert connections_of([]) == []
     assert connections_of([2**22 - 1]) == []
     assert all(each.own != _HERE for each in connections_of([os.getppid()]))
 
 
-def test_what_nobody_takes_is_not_the_links_fault(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
+def test_what_nobody_takes_is_not_the_links_fault(ends: Ends) -> None:
     """A rank that is late reads late; its peer's connection is not busy for it."""
     here, _ = ends
     here.settimeout(0.2)
@@ -66,9 +63,7 @@ def test_what_nobody_takes_is_not_the_links_fault(
     assert after.busy_seconds - before.busy_seconds < 0.25
 
 
-def test_a_peer_has_its_nodes_name_or_else_its_address(
-    ends: tuple[socket.socket, socket.socket], tmp_path: Path
-) -> None:
+def test_a_peer_has_its_nodes_name_or_else_its_address(ends: Ends, tmp_path: Path) -> None:
     here, there = ends
     heart = HeartbeatWriter(tmp_path, "rank", rank=3)
     heart.set_phase("collective")

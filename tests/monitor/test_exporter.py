@@ -72,9 +72,7 @@ def _samples(text: str) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
     }
 
 
-def test_a_parser_takes_all_numbers_of_a_heartbeat_with_names_labels_and_types(
-    exporter: Exporter,
-) -> None:
+def test_a_parser_takes_all_numbers_of_a_heartbeat_with_their_types(exporter: Exporter) -> None:
     text = _scraped(exporter)
     found = _samples(text)
     node, rank = ("node", "gpu07"), ("rank", "3")

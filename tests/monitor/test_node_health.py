@@ -239,9 +239,7 @@ def test_a_slow_link_is_told_after_three_windows_and_a_cut_one_at_once() -> None
     assert list(cut.values()) == ["b has acknowledged nothing for 7 s of what is sent to it"]
 
 
-def test_nodes_are_known_by_their_ranks_addresses_though_hearts_stand_still(
-    node: NodeDirectory,
-) -> None:
+def test_nodes_are_known_by_their_ranks_addresses_without_a_beat(node: NodeDirectory) -> None:
     neighbours = PeerNodes(node.run, node.host)
     record = {"host": "gpu08", "pid": 1, "beat": 1, "launch": "", "addresses": ["10.0.0.8"]}
     NodeDirectory(node.run, "gpu08").write_heartbeat(record)

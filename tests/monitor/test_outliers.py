@@ -76,9 +76,7 @@ def test_no_false_alarm(num_ranks: int, noise: float, seed: int, num_windows: in
 
 
 @pytest.mark.parametrize(("num_ranks", "num_runs"), [(2, 20), (8, 10), (200, 3)])
-def test_a_rank_10_percent_slower_is_found_after_eight_noisy_windows(
-    num_ranks: int, num_runs: int
-) -> None:
+def test_a_rank_10_percent_slower_is_found_in_eight_windows(num_ranks: int, num_runs: int) -> None:
     runs = range(num_runs)
     assert mean(_until_found(num_ranks, seed, 0.10, 0.03) for seed in runs) <= 8
     assert mean(_until_found(num_ranks, seed, 0.10, 0.015) for seed in runs) <= 6
@@ -206,9 +204,7 @@ def _port(**rates: float) -> dict[str, float]:
         ({"ack_timeouts": 40.0}, "40 retries for lack of an answer per second, others 0"),
     ],
 )
-def test_a_port_with_errors_that_others_lack_is_named_with_both_rates(
-    rates: dict[str, float], told: str
-) -> None:
+def test_a_port_with_errors_is_named_with_both_rates(rates: dict[str, float], told: str) -> None:
     judge = OutlierDetector()
     others = {f"gpu{n:02d}": _port() for n in range(3)}
     assert not any(judge.judge(_port(), others) for _ in range(10))
