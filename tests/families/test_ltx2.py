@@ -1,6 +1,6 @@
 """What LTX-2 adds to what each family promises: no audio, seconds, given frames, its codec."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +13,7 @@ from tests.families import release_ltx2
 from tests.families.own_module import Notes
 from tests.families.row import Row
 from tests.families.tiny import Tiny, relative
-from torch import Tensor, nn
+from torch import Tensor
 
 from longtake.config import Bucket, CodecSection, ModelSection, TrainableSection
 from longtake.errors import RecipeError
@@ -142,9 +142,7 @@ def test_a_module_around_blocks_reads_and_changes_the_video() -> None:
 
 def _codec(**config: Any) -> LTX2Codec:
     torch.manual_seed(0)
-    codec = LTX2Codec(release_ltx2.autoencoder(**config))
-    assert isinstance(codec, LTX2Codec)
-    return codec
+    return LTX2Codec(release_ltx2.autoencoder(**config))
 
 
 def test_latents_are_normalised_as_the_pipeline_does() -> None:
@@ -272,13 +270,9 @@ def test_an_export_has_the_releases_audio(tiny_of: Callable[[Row], Tiny], tmp_pa
         export(recipe.model.model_copy(update={"pretrained": None}))
 
 
-def _names(model: nn.Module) -> Sequence[str]:
-    return [name for name, _ in model.named_parameters()]
-
-
 @pytest.mark.parametrize("row", [_T2V, _NEWER], ids=lambda row: row.kind)
 def test_diffusers_turns_every_name_back(row: Row, tiny_of: Callable[[Row], Tiny]) -> None:
-    names = _names(tiny_of(row).sampler.components.model)
+    names = [name for name, _ in tiny_of(row).sampler.components.model.named_parameters()]
     assert any("prompt_adaln" in name for name in names) == (row is _NEWER)
     family = LTX2()
     theirs = {family.comfyui_name(each, is_lora=True): torch.empty(0) for each in names}
