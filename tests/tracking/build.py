@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.build import make_row
 
 from longtake.config import TrackingSection
 from longtake.data.encode import write_video
 from longtake.evaluation_dir import EvaluationDirectory, Scores, cursor_path
 from longtake.lease import Lease
-from longtake.metrics import Metrics
 from longtake.run_dir import RunDirectory
 from longtake.tracking.follower import Feed
 from longtake.tracking.reader import Cursor
@@ -20,17 +20,7 @@ from longtake.tracking.tensorboard import TensorBoard
 
 def add_steps(run: RunDirectory, steps: range, loss: float = 1.0) -> None:
     for step in steps:
-        row = Metrics(
-            step=step,
-            epoch=0,
-            loss=loss / step,
-            grad_norm=1.0,
-            learning_rate=1e-3,
-            step_seconds=0.25,
-            data_seconds=0.5,
-            time=1000.0 * loss + step,
-        )
-        run.append_metrics(row)
+        run.append_metrics(make_row(step, loss / step, time=1000.0 * loss + step))
 
 
 def add_result(run: RunDirectory, preset: str, step: int, key: str = "0a1b2c3d") -> Path:
