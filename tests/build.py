@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from longtake import config, stacks
 from longtake.config import Recipe
+from longtake.data.tasks import HERE
 from longtake.metrics import Metrics
 from longtake.models.components import Components
 from longtake.models.numerics import Precision
@@ -229,7 +230,7 @@ def copy_clips(catalog: Path, folder: Path) -> Path:
 
     shutil.copytree(catalog.parent, folder)
     clips, out = folder / "clips", folder / "catalog.parquet"
-    index([clips], captions=clips / "captions.jsonl", out=out, workers=0)
+    index([clips], captions=clips / "captions.jsonl", out=out, work=HERE)
     return out
 
 

@@ -169,7 +169,7 @@ def _workers() -> list[psutil.Process]:
 def test_a_clip_that_hangs_its_decoder_costs_itself(ray: ModuleType, shapes_catalog: Path) -> None:
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
     task = ProbeTask(silence_seconds=1.5)
-    outcomes = (each for _, each in tasks.run_tasks(task, items, on="ray", workers=1))
+    outcomes = (each for _, each in tasks.run_tasks(task, items, tasks.Work(on="ray", workers=1)))
     first = next(outcomes)
     (worker,) = _workers()
     worker.send_signal(signal.SIGSTOP)
@@ -186,7 +186,7 @@ def test_the_items_of_a_lost_worker_are_done_by_another(
     ray: ModuleType, shapes_catalog: Path
 ) -> None:
     items = [Item(clip.media) for clip in islice(Catalog.load(shapes_catalog).clips(), 4)]
-    outcomes = tasks.run_tasks(ProbeTask(), items, on="ray", workers=1)
+    outcomes = tasks.run_tasks(ProbeTask(), items, tasks.Work(on="ray", workers=1))
     next(outcomes)
     (worker,) = _workers()
     worker.parent().kill()
@@ -204,7 +204,7 @@ def test_a_file_that_only_this_machine_sees_is_named(ray: ModuleType, shapes_cat
     path = f"/proc/self/fd/{descriptor}"
     items = [Item(Media(path))]
     with pytest.raises(DataError) as caught:
-        list(tasks.run_tasks(ProbeTask(), items, on="ray", workers=1))
+        list(tasks.run_tasks(ProbeTask(), items, tasks.Work(on="ray", workers=1)))
     os.close(descriptor)
     here = socket.gethostname()
     assert f"{path} is there on {here}, but not on {here}. Put it on a disk" in str(caught.value)
@@ -219,7 +219,7 @@ def test_another_version_is_refused(
     with pytest.raises(
         DataError, match=r"would not do the same work: av is \d.* there and 1\.0 here"
     ):
-        list(tasks.run_tasks(MotionScore(), [clip], on="ray", workers=1))
+        list(tasks.run_tasks(MotionScore(), [clip], tasks.Work(on="ray", workers=1)))
 
 
 @pytest.mark.usefixtures("ray", "own")
@@ -284,7 +284,7 @@ def _listens(port: int) -> bool:
 
 _LISTENING = """
 import psutil
-from longtake.data.tasks import connected
+from longtake.data.tasks import Work, connected
 with connected("ray") as ray:
     ray.get(ray.remote(lambda: 1).remote())
     top = psutil.Process()

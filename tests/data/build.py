@@ -33,6 +33,7 @@ from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.data.plan import PlannedBatch
 from longtake.data.plan_history import PlanHistory, keep_catalogs, resume, start
+from longtake.data.tasks import HERE
 
 
 def catalog_of(numbers: Collection[int], **fields: Callable[[int], Any]) -> Catalog:
@@ -253,7 +254,7 @@ def shares_of(ranks: Sequence[Loader], end: int | None = None) -> Iterator[tuple
 
 def indexed(out: Path, *sources: Path) -> Catalog:
     """Index files and folders, without captions but those beside them."""
-    index(sources, captions=None, out=out, workers=0)
+    index(sources, captions=None, out=out, work=HERE)
     return Catalog.load(out)
 
 

@@ -22,6 +22,7 @@ from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.data.packs import CacheEntry
+from longtake.data.tasks import HERE
 from longtake.errors import ClipError, DataError
 
 _SHAPES = [
@@ -39,7 +40,7 @@ def clips(tmp_path_factory: pytest.TempPathFactory) -> Path:
         frames = np.random.default_rng(number).integers(0, 256, (3 + number % 4, height, width, 3))
         write_video(folder / f"{number}.mp4", frames.astype(np.uint8), fps=8)
         (folder / f"{number}.txt").write_text(f"clip {max(number, 1)}")
-    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    index([folder], captions=None, out=folder / "catalog.parquet", work=HERE)
     return folder
 
 
@@ -172,7 +173,7 @@ def damaged(clips: Path, tmp_path: Path) -> Path:
     """The clips, of which the third is cut off behind the catalog's back."""
     folder = tmp_path / "clips"
     shutil.copytree(clips, folder)
-    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    index([folder], captions=None, out=folder / "catalog.parquet", work=HERE)
     (folder / "2.mp4").write_bytes((folder / "2.mp4").read_bytes()[:400])
     return folder
 
@@ -204,7 +205,7 @@ def test_a_clip_whose_file_has_changed_fails_though_the_cache_holds_it(
     clips: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(clips, folder := tmp_path / "clips")  # with the files' times
-    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    index([folder], captions=None, out=folder / "catalog.parquet", work=HERE)
     data = _section(folder)
     plan, cache = _loader(data).plan_history.plan, _cache(data, tmp_path)
     _fill(cache, data)

@@ -67,4 +67,4 @@ def test_a_catalog_is_the_same_however_it_was_sorted(
     stored = StoredCatalog(path)
     assert [each for some in stored.clips() for each in some.clips()] == list(expected.clips())
     assert list(stored.set_aside()) == expected.set_aside.to_pylist()
-    assert stored.attribute_names == ["nouns", "\u6797"]
+    assert stored.attribute_names == ("nouns", "\u6797")

@@ -44,6 +44,7 @@ from longtake.data.encode import write_video
 from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.data.plan import begin
+from longtake.data.tasks import HERE
 from longtake.data.window import read_window
 from longtake.errors import ClipError, DataError, RecipeError
 
@@ -69,7 +70,7 @@ def path(tmp_path: Path) -> Path:
         (tmp_path / "clips" / f"a.{number}.txt").write_text(f"picture {number}")
     Image.fromarray(_noise(9, 50, 30)).save(tmp_path / "style.jpg", quality=95)
     out = tmp_path / "clips" / "catalog.parquet"
-    index([tmp_path / "clips"], captions=None, out=out, workers=0)
+    index([tmp_path / "clips"], captions=None, out=out, work=HERE)
     return out
 
 
@@ -299,7 +300,7 @@ def test_a_video_that_is_the_clip_gives_the_clips_pixels(
         shutil.copy(material / "videos" / name, tmp_path / f"{Path(name).stem}.mp4")
         (tmp_path / f"{Path(name).stem}.txt").write_text(name)
     out = tmp_path / "catalog.parquet"
-    index([tmp_path], captions=None, out=out, workers=0)
+    index([tmp_path], captions=None, out=out, work=HERE)
     long, short = _LONG.model_dump(), _LONG.model_dump() | {"num_frames": 2}
     values: dict[str, Any] = {"random_crop": True, "flip": 0.5, "fps": fps, "frame_stride": 2}
     values |= {"buckets": [long, short], "conditioning": _ITSELF | _ITS_FRAMES}
@@ -364,7 +365,7 @@ def film(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("film")
     write_video(folder / "a.mp4", _frames(9, 48, 64), fps=8)
     (folder / "a.txt").write_text("half dark")
-    index([folder], captions=None, out=folder / "catalog.parquet", workers=0)
+    index([folder], captions=None, out=folder / "catalog.parquet", work=HERE)
     return folder / "catalog.parquet"
 
 
@@ -550,7 +551,7 @@ def test_columns_of_a_table_come_with_its_clips(
 ) -> None:
     out, names = tmp_path / "catalog.parquet", ("depth", "camera", "scene")
     table = write_table(tmp_path / f"table.{kind}", lines)
-    index([table], captions=None, out=out, workers=0, conditioning=names)
+    index([table], captions=None, out=out, work=HERE, conditioning=names)
     catalog = Catalog.load(out)
     assert catalog.conditioning_names == names
     for clip in catalog.clips():
@@ -572,11 +573,11 @@ def test_columns_of_a_table_come_with_its_clips(
         np.testing.assert_array_equal(camera, rows[:3])
 
     plain = tmp_path / "plain.parquet"
-    index([table], captions=None, out=plain, workers=0)
+    index([table], captions=None, out=plain, work=HERE)
     lines[0]["camera"] = lines[1]["camera"]
     other = tmp_path / "other.parquet"
     write_table(table, lines)
-    index([table], captions=None, out=other, workers=0, conditioning=names)
+    index([table], captions=None, out=other, work=HERE, conditioning=names)
     prints = [Catalog.load(path).fingerprint for path in (out, plain, other)]
     assert len(set(prints)) == 3
     scored = catalog.with_attribute("score", np.zeros(2))
@@ -609,7 +610,7 @@ def test_a_table_that_lacks_an_input_is_refused(
     lines[0] |= changes
     table, out = write_table(tmp_path / "table.jsonl", lines), tmp_path / "catalog.parquet"
     with pytest.raises(DataError, match=said):
-        index([table], captions=None, out=out, workers=0, conditioning=("depth", "camera"))
+        index([table], captions=None, out=out, work=HERE, conditioning=("depth", "camera"))
     assert not out.exists()
 
 
@@ -632,7 +633,7 @@ def test_a_catalog_without_what_a_recipe_names_is_refused(
     section: dict[str, Any], said: str, lines: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     table, out = write_table(tmp_path / "table.jsonl", lines), tmp_path / "catalog.parquet"
-    index([table], captions=None, out=out, workers=0, conditioning=("depth", "camera"))
+    index([table], captions=None, out=out, work=HERE, conditioning=("depth", "camera"))
     with pytest.raises(DataError, match=said):
         Loader(_section(out, conditioning={"it": {"kind": "video"} | section}), batch_size=1)
 

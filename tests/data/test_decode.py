@@ -32,7 +32,7 @@ from longtake.data.decode import (
 from longtake.data.decode_limits import Limits
 from longtake.data.decode_worker import DecodePool
 from longtake.data.encode import write_video
-from longtake.data.tasks import run_tasks
+from longtake.data.tasks import Work, run_tasks
 from longtake.data.window import Crop
 from longtake.errors import ClipError
 
@@ -507,7 +507,9 @@ def _png(path: Path, width: int, height: int, pixels: bytes = b"") -> Path:
 
 def _found(path: Path, limits: Limits) -> tuple[str, bool]:
     """Why a file is rejected, and whether it would be again."""
-    ((_, (found, is_lasting)),) = run_tasks(ProbeTask(limits), [Item(Media(str(path)))], workers=1)
+    ((_, (found, is_lasting)),) = run_tasks(
+        ProbeTask(limits), [Item(Media(str(path)))], work=Work(workers=1)
+    )
     assert isinstance(found, ClipError), found
     return found.reason, is_lasting
 

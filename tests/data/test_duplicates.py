@@ -15,6 +15,7 @@ from longtake.data.clip import Clip
 from longtake.data.duplicates import DISTANCE, group, hash_frames, near_pairs
 from longtake.data.encode import write_video
 from longtake.data.scores import score
+from longtake.data.tasks import Work
 
 
 @pytest.mark.parametrize(
@@ -84,7 +85,11 @@ def test_copies_of_real_clips_are_found_and_other_clips_are_not(
     assert len(kept) == len(_COPIED) + len(_ALONE)
     told = list[int]()  # what was hashed is not hashed again
     again = score(
-        catalog, "duplicates", out=out, distance=0, progress=lambda done, _: told.append(done)
+        catalog,
+        "duplicates",
+        out=out,
+        distance=0,
+        work=Work(progress=lambda done, _: told.append(done)),
     )
     assert told == []
     assert sum(map(len, again.groups)) < sum(map(len, scored.groups))

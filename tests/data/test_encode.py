@@ -29,6 +29,7 @@ from longtake.data.encode import (
     write_video,
 )
 from longtake.data.index import index
+from longtake.data.tasks import HERE, Work
 from longtake.errors import DataError
 
 
@@ -136,8 +137,8 @@ def _prepare(
 ) -> tuple[PrepareReport, dict[str, tuple[Clip, Clip]]]:
     """Index a folder, prepare it, and pair every clip with what was made of it, by name."""
     catalog = folder / "catalog.parquet"
-    index([folder], captions=None, out=catalog, workers=0)
-    report = prepare(catalog, folder.parent / "out", settings=settings, workers=0)
+    index([folder], captions=None, out=catalog, work=HERE)
+    report = prepare(catalog, folder.parent / "out", settings=settings, work=HERE)
     before = {clip.identity: clip for clip in Catalog.load(catalog).clips()}
     pairs = ((before[clip.prepared_from], clip) for clip in Catalog.load(report.catalog).clips())
     return report, {Path(old.path).name: (old, new) for old, new in pairs}
@@ -180,7 +181,7 @@ def videos(tmp_path: Path) -> Path:
 @pytest.fixture
 def catalog(videos: Path) -> Path:
     out = videos / "catalog.parquet"
-    index([videos], captions=None, out=out, workers=0)
+    index([videos], captions=None, out=out, work=HERE)
     return out
 
 
@@ -218,9 +219,9 @@ def test_a_span_of_a_film_becomes_a_clip_of_its_own(videos: Path, gop: int) -> N
         "path,caption,start,end\na.mp4,one,0,1\na.mp4,two,1,2.25\na.mp4,three,2.25,\nb.mp4,b,,\n"
     )
     catalog, out = videos / "c.parquet", videos.parent / "out"
-    index([videos / "t.csv"], captions=None, out=catalog, workers=0)
+    index([videos / "t.csv"], captions=None, out=catalog, work=HERE)
     settings = Settings(sizes=((64, 96),), crf=6)
-    report = prepare(catalog, out, settings=settings, workers=0)
+    report = prepare(catalog, out, settings=settings, work=HERE)
     assert (report.prepared, report.rejected) == (4, [])
     spans = {clip.identity: clip.caption for clip in Catalog.load(catalog).clips()}
     frames, firsts = pictures_of(str(film)).astype(np.float64), {"one": 0, "two": 8, "three": 18}
@@ -235,7 +236,7 @@ def test_a_span_of_a_film_becomes_a_clip_of_its_own(videos: Path, gop: int) -> N
     assert report.bytes_before == film.stat().st_size + (videos / "b.mp4").stat().st_size
     shutil.copyfile(videos / "b.mp4", film)
     shutil.rmtree(out)
-    changed = prepare(catalog, out, settings=settings, workers=0)
+    changed = prepare(catalog, out, settings=settings, work=HERE)
     reasons = [each.reason for each in changed.rejected]
     assert len(reasons) == 3
     assert all("has changed since it was indexed" in reason for reason in reasons)
@@ -245,7 +246,7 @@ def test_captions_scores_and_origin_go_along(videos: Path) -> None:
     _, pairs = _prepare(videos)
     path = videos / "catalog.parquet"
     Catalog.load(path).with_attribute("nouns", np.array([1.0, 2.0, np.nan])).save(path)
-    report = prepare(path, videos.parent / "out", settings=_SMALL, workers=0)
+    report = prepare(path, videos.parent / "out", settings=_SMALL, work=HERE)
     old = {clip.identity: clip for clip in Catalog.load(path).clips()}
     for clip in Catalog.load(report.catalog).clips():
         source = old[clip.prepared_from]
@@ -297,7 +298,7 @@ def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path, cat
     (videos / "a.mp4").unlink()
     shutil.copyfile(videos / "c.png", videos / "b.mp4")
     out = videos.parent / "out"
-    report = prepare(catalog, out, settings=_SMALL, workers=0)
+    report = prepare(catalog, out, settings=_SMALL, work=HERE)
     assert report.prepared == 1
     reasons = {Path(each.path).name: each.reason for each in report.rejected}
     assert reasons["a.mp4"] == "does not exist"
@@ -305,7 +306,7 @@ def test_a_clip_that_is_gone_is_rejected_and_the_rest_prepared(videos: Path, cat
     (videos / "c.png").unlink()
     shutil.rmtree(out)
     with pytest.raises(DataError, match=r"None of 3 clips could be prepared.*\n.*a\.mp4: does not"):
-        prepare(catalog, out, settings=_SMALL, workers=0)
+        prepare(catalog, out, settings=_SMALL, work=HERE)
 
 
 def test_fps_thins_out_and_never_doubles(videos: Path) -> None:
@@ -358,7 +359,12 @@ def test_settings_that_cannot_be_are_refused_first(
 
 def test_progress_counts_writing_and_checking(catalog: Path, tmp_path: Path) -> None:
     told: list[tuple[int, int]] = []
-    prepare(catalog, tmp_path / "out", settings=_SMALL, progress=lambda *each: told.append(each))
+    prepare(
+        catalog,
+        tmp_path / "out",
+        settings=_SMALL,
+        work=Work(progress=lambda *each: told.append(each)),
+    )
     assert told == [(done, 6) for done in range(1, 7)]
 
 

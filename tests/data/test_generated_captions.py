@@ -19,6 +19,7 @@ from longtake.data.encode import write_video
 from longtake.data.generated_captions import Captioned, FrameChoice, caption, write_lines
 from longtake.data.index import index
 from longtake.data.scores import score
+from longtake.data.tasks import Work
 from longtake.errors import DataError
 
 Frames = NDArray[np.uint8]
@@ -51,7 +52,7 @@ def half(stills: Path) -> Catalog:
 
 def _caption(clips: Catalog, captioner: Any, out: Path, **options: Any) -> Captioned:
     named = {"name": "mine:Captioner", "options": {}}
-    return caption(clips, captioner, out=out, workers=1, **(named | options))
+    return caption(clips, captioner, out=out, work=Work(workers=1), **(named | options))
 
 
 def _by_name(clips: Catalog) -> dict[str, str]:

@@ -26,6 +26,7 @@ from longtake.data.buckets import all_windows
 from longtake.data.catalog import TRUSTED, Catalog
 from longtake.data.encode import encode_frames, write_video
 from longtake.data.index import IndexReport, index
+from longtake.data.tasks import ALL_CORES, HERE, Work
 from longtake.data.window import read_window
 from longtake.errors import ClipError, DataError
 
@@ -42,7 +43,7 @@ def _write_lines(path: Path, captions: dict[str, str]) -> None:
 
 
 def _index(*sources: Path, out: Path, **options: Any) -> tuple[IndexReport, Catalog]:
-    report = index(sources, **{"captions": None, "out": out, "workers": 0, **options})
+    report = index(sources, **{"captions": None, "out": out, "work": HERE, **options})
     return report, Catalog.load(out)
 
 
@@ -76,7 +77,7 @@ def test_every_real_clip_is_indexed_with_its_frame_count_and_caption(
             expected[f"{videos}/{cells[0]}"] = int(cells[6].split("/")[0])
     del expected[f"{videos}/derived/trunc_half_sync.mkv"]
 
-    report, catalog = _index(videos, captions=table, out=tmp_path / "c.parquet", workers=None)
+    report, catalog = _index(videos, captions=table, out=tmp_path / "c.parquet", work=ALL_CORES)
     assert len(expected) > 60
     assert {clip.path: clip.num_frames for clip in catalog.clips()} == expected
     assert {each.path for each in catalog.rejected} == damaged
@@ -99,7 +100,7 @@ def test_folders_are_searched_and_suffixes_ignore_case(videos: Path, tmp_path: P
     (videos / "folder.mp4").mkdir()
     sources = (videos, videos / "a.mp4")
     report, catalog = _index(*sources, out=tmp_path / "catalog.parquet")
-    assert _index(*sources, out=tmp_path / "there.parquet", workers=1)[1] == catalog
+    assert _index(*sources, out=tmp_path / "there.parquet", work=Work(workers=1))[1] == catalog
     assert sorted(clip.path for clip in catalog.clips()) == [
         str(videos / name) for name in ("a.mp4", "b.mp4", "sub/c.MP4")
     ]
@@ -278,7 +279,12 @@ def test_an_output_that_cannot_be_written_is_found_before_decoding(
         (precious, r"ends in \.jsonl\. Name it"),
     ):
         with pytest.raises(DataError, match=message):
-            index([videos], captions=None, out=out, progress=lambda done, _: decoded.append(done))
+            index(
+                [videos],
+                captions=None,
+                out=out,
+                work=Work(progress=lambda done, _: decoded.append(done)),
+            )
     assert decoded == []
     assert precious.read_text() == "{}"
 
@@ -399,11 +405,13 @@ _ENDLESS = """
 import sys, time
 from pathlib import Path
 from longtake.data.index import index
+from longtake.data.tasks import Work
 def tell(done, total):
     print(done, flush=True)
     if done == 3:
         time.sleep(600)
-index([Path(sys.argv[1])], captions=None, out=Path(sys.argv[2]), workers=1, progress=tell)
+work = Work(workers=1, progress=tell)
+index([Path(sys.argv[1])], captions=None, out=Path(sys.argv[2]), work=work)
 """
 
 
@@ -433,7 +441,7 @@ def test_an_interrupted_index_keeps_its_journal(videos: Path, tmp_path: Path) ->
 
     out, before = tmp_path / "catalog.parquet", _children()
     with pytest.raises(KeyboardInterrupt):
-        index([videos], captions=None, out=out, progress=interrupt)
+        index([videos], captions=None, out=out, work=Work(progress=interrupt))
     assert _children() <= before
     assert not out.exists()
     assert _index(videos, out=out)[0].unchanged >= 1
@@ -442,7 +450,8 @@ def test_an_interrupted_index_keeps_its_journal(videos: Path, tmp_path: Path) ->
 def test_progress_counts_every_file(videos: Path, tmp_path: Path) -> None:
     (videos / "bad.mp4").write_text("no video")
     seen: list[tuple[int, int]] = []
-    _index(videos, out=tmp_path / "c.parquet", progress=lambda *counts: seen.append(counts))
+    work = Work(workers=0, progress=lambda *counts: seen.append(counts))
+    _index(videos, out=tmp_path / "c.parquet", work=work)
     assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
 
 

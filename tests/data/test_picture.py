@@ -27,6 +27,7 @@ from longtake.data.encode import Settings, prepare, write_video
 from longtake.data.index import index
 from longtake.data.plan import begin
 from longtake.data.stores import local
+from longtake.data.tasks import HERE
 from longtake.data.window import Crop, read_window
 from longtake.errors import ClipError, DataError
 from longtake.inspection.catalog_facts import catalog_stats
@@ -58,9 +59,9 @@ def test_a_video_is_read_and_prepared_as_its_display_matrix_shows_it(
         x, y = 2 * p - 1, 2 * q - 1  # around the centre
         shown[int(b * x + d * y > 0), int(a * x + c * y > 0)] = greys[q, p]
     height, width = (128, 64) if a == 0 else (64, 128)
-    index([tmp_path / "clips"], captions=None, out=tmp_path / "c.parquet", workers=0)
+    index([tmp_path / "clips"], captions=None, out=tmp_path / "c.parquet", work=HERE)
     sizes = Settings(((height, width),))
-    prepared = prepare(tmp_path / "c.parquet", tmp_path / "prepared", settings=sizes, workers=0)
+    prepared = prepare(tmp_path / "c.parquet", tmp_path / "prepared", settings=sizes, work=HERE)
     for path in (tmp_path / "c.parquet", prepared.catalog):
         (clip,) = Catalog.load(path).clips()
         assert (clip.height, clip.width) == (height, width)
@@ -101,7 +102,7 @@ def test_what_is_encoded_must_be_finite() -> None:
 def test_duplicates_with_another_caption_are_named(tmp_path: Path) -> None:
     build.write_greys(tmp_path, {"a": "a red coat", "b": "ohwx style", "c": "a red coat"})
     out = tmp_path / "c.parquet"
-    report = index([tmp_path], captions=None, out=out, workers=0)
+    report = index([tmp_path], captions=None, out=out, work=HERE)
     assert report.other_captions == [(str(tmp_path / "b.png"), "ohwx style")]
     assert next(iter(Catalog.load(out).clips())).caption == "a red coat"
 
@@ -113,7 +114,7 @@ def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> N
     out = tmp_path / "c.parquet"
 
     def by_caption(*, keeps: bool = True) -> dict[str, Clip]:
-        report = index([source], captions=None, out=out, workers=0, keeps_other_captions=keeps)
+        report = index([source], captions=None, out=out, work=HERE, keeps_other_captions=keeps)
         assert report.accepted + report.duplicates == 5
         return {clip.caption: clip for clip in Catalog.load(out).clips()}
 
@@ -127,7 +128,7 @@ def test_duplicates_with_another_caption_are_kept_by_choice(tmp_path: Path) -> N
     assert by_caption() == by_caption()
     kept = {caption: clip.identity for caption, clip in by_caption().items()}
     assert kept == {caption: clip.identity for caption, clip in clips.items()}
-    prepare(out, tmp_path / "small", settings=Settings(((16, 16),)), workers=0)
+    prepare(out, tmp_path / "small", settings=Settings(((16, 16),)), work=HERE)
     small = Catalog.load(tmp_path / "small" / "catalog.parquet").clips()
     assert sorted(clip.caption for clip in small) == sorted(clips)
     assert list(by_caption(keeps=False)) == ["a red coat"]
@@ -142,7 +143,7 @@ def test_a_mask_of_one_colour_is_named(tmp_path: Path) -> None:
         build.write_greys(tmp_path, {str(name): "noise"}, grey=name)
         mask = np.repeat(np.array(halves, np.uint8), 8)[None, :, None, None]
         write_video(tmp_path / f"masks/{name}.mp4", np.tile(mask, (1, 1, 16, 3)), 8)
-    index([tmp_path], captions=None, out=tmp_path / "c.parquet", workers=0)
+    index([tmp_path], captions=None, out=tmp_path / "c.parquet", work=HERE)
     masks = {"person": {"kind": "mask", "path": "masks/{stem}.mp4"}}
     data = build.section(
         catalog=tmp_path / "c.parquet", buckets=[build.shape(num_frames=1)], conditioning=masks
@@ -189,7 +190,7 @@ def test_a_clip_of_other_than_square_pixels_is_read_as_it_is_shown(tmp_path: Pat
     as_video = replace(as_input, kind="video")
     assert ((read(as_video)[0, 0] > 127) == picture).all()
     sizes = Settings(((48, 64),))
-    report = prepare(tmp_path / "c.parquet", tmp_path / "out", settings=sizes, workers=0)
+    report = prepare(tmp_path / "c.parquet", tmp_path / "out", settings=sizes, work=HERE)
     (prepared,) = Catalog.load(report.catalog).clips()
     assert (prepared.width, prepared.height) == (64, 48)
 
@@ -228,13 +229,13 @@ def test_a_video_with_an_alpha_channel_is_rejected_by_name(tmp_path: Path) -> No
 def test_a_catalog_without_the_column_of_matrices_is_read_and_indexed_again(tmp_path: Path) -> None:
     media = build.encode_plainly(tmp_path / "clip.mp4", _circle(1))
     out = tmp_path / "c.parquet"
-    index([media.file], captions=None, out=out, workers=0)
+    index([media.file], captions=None, out=out, work=HERE)
     table = pq.read_table(out)
     pq.write_table(table.drop_columns(["color_matrix"]), out)
     (clip,) = Catalog.load(out).clips()
     assert clip.color_matrix is None
-    assert index([media.file], captions=None, out=out, workers=0).unchanged == 0
-    assert index([media.file], captions=None, out=out, workers=0).unchanged == 1
+    assert index([media.file], captions=None, out=out, work=HERE).unchanged == 0
+    assert index([media.file], captions=None, out=out, work=HERE).unchanged == 1
 
 
 def test_a_refusal_by_max_crop_names_what_is_cropped() -> None:

@@ -31,7 +31,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.checks import review
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
-from longtake.data.plan import Plan, begin
+from longtake.data.plan import Plan, PlanInputs, begin
 from longtake.data.plan_history import resume, start
 from longtake.data.replan import Policy, replan
 from longtake.data.window import Window
@@ -333,7 +333,9 @@ def test_any_chain_of_changes_is_exact(
         catalog = catalog_of(clips)
         counted = num_epochs if step == plan.end_step else plan.batch(step).epoch
         oracle.change(policy, identities_of(catalog), counted)
-        plan = replan(plans, step, policy, {"catalog": catalog}, recipe, next_batch_size, seed)
+        plan = replan(
+            plans, step, policy, PlanInputs({"catalog": catalog}, recipe, next_batch_size, seed)
+        )
         plans.append(plan)
     _consume(plan, None, oracle)
     oracle.check()

@@ -12,6 +12,7 @@ from tests.data.build import indexed, pictures_of
 
 from longtake.data.encode import write_image, write_video
 from longtake.data.scene_cuts import write_scenes
+from longtake.data.tasks import HERE, Work
 from longtake.errors import DataError
 
 _FPS = 25
@@ -60,7 +61,7 @@ def test_cuts_between_real_clips_are_found_to_the_frame(tmp_path: Path, material
     catalog = indexed(tmp_path / "c.parquet", table)
     lengths = np.diff([*wanted, borders[-1]]).tolist()
     assert sorted(clip.num_frames for clip in catalog.clips()) == sorted([*lengths, 1])
-    report = write_scenes([film.parent], table, min_seconds=1.5, workers=0)
+    report = write_scenes([film.parent], table, min_seconds=1.5, work=HERE)
     assert report.too_short == sum(length < 1.5 * _FPS for length in lengths)
     assert report.short_files == 0
 
@@ -68,7 +69,7 @@ def test_cuts_between_real_clips_are_found_to_the_frame(tmp_path: Path, material
 def test_whole_files_that_are_too_short_are_counted(tmp_path: Path) -> None:
     for num_frames in (24, 25):
         write_video(tmp_path / f"{num_frames}.mp4", _pan(1, num_frames, 1), _FPS)
-    report = write_scenes([tmp_path], tmp_path / "s.csv", min_seconds=1, workers=0)
+    report = write_scenes([tmp_path], tmp_path / "s.csv", min_seconds=1, work=HERE)
     assert (report.files, report.too_short, report.short_files) == (2, 1, 1)
     assert (tmp_path / "s.csv").read_text() == "path,start,end\n25.mp4,,\n"
 
@@ -112,14 +113,14 @@ _NO_CUTS: dict[str, Callable[[], Frames]] = {
 def test_what_is_no_cut_is_not_found(tmp_path: Path, name: str) -> None:
     write_video(tmp_path / "film.mp4", _NO_CUTS[name](), _FPS)
     table = tmp_path / "scenes.csv"
-    assert write_scenes([tmp_path / "film.mp4"], table, min_seconds=0, workers=0).cuts == 0
+    assert write_scenes([tmp_path / "film.mp4"], table, min_seconds=0, work=HERE).cuts == 0
     assert table.read_text() == "path,start,end\nfilm.mp4,,\n"
 
 
 def test_cuts_in_fast_and_short_scenes_are_found(tmp_path: Path) -> None:
     parts = [_pan(1, 30, 6), _pan(2, 12, 6), _pan(3, 5, 1), _pan(4, 30, 1)]
     write_video(tmp_path / "film.mp4", np.concatenate(parts), _FPS)
-    write_scenes([tmp_path / "film.mp4"], tmp_path / "s.csv", min_seconds=0, workers=0)
+    write_scenes([tmp_path / "film.mp4"], tmp_path / "s.csv", min_seconds=0, work=HERE)
     assert _starts(tmp_path / "s.csv") == [0, 30 / _FPS, 42 / _FPS, 47 / _FPS]
 
 
@@ -136,16 +137,18 @@ def test_damaged_files_are_named_and_the_rest_is_resumed(tmp_path: Path) -> None
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        write_scenes([films], table, workers=0, progress=stop)
+        write_scenes([films], table, work=Work(workers=0, progress=stop))
     assert not table.exists()
     told = list[tuple[int, int]]()
-    report = write_scenes([films], table, workers=1, progress=lambda *counts: told.append(counts))
+    report = write_scenes(
+        [films], table, work=Work(workers=1, progress=lambda *counts: told.append(counts))
+    )
     assert told == [(2, 3), (3, 3)]
     assert [Path(each.path).name for each in report.rejected] == ["1.mp4", "\\udcff.png"]
     assert table.read_text() == "path,start,end\nfilms/0.mp4,,\nfilms/2.mp4,,\n"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
     with pytest.raises(DataError, match=r"No scene of at least 1 s .* no table was written"):
-        write_scenes([films / "1.mp4"], tmp_path / "none.csv", workers=0)
+        write_scenes([films / "1.mp4"], tmp_path / "none.csv", work=HERE)
     for name, message in (
         ("t.jsonl", "written as CSV, and .*t.jsonl ends in .jsonl"),
         ("films/0.csv", "is not a table of scenes; it was not overwritten"),

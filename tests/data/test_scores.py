@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ from longtake.data.scores import (
     num_words,
     score,
 )
+from longtake.data.tasks import Work
 from longtake.errors import ClipError, DataError
 
 # A person has marked the nouns.
@@ -88,7 +88,7 @@ def test_every_process_finds_the_same_nouns_without_a_network() -> None:
 
 def test_several_processes_count_like_one() -> None:
     captions = [f"{number} {caption}" for number in range(120) for caption in _CAPTIONS]
-    counts = list(nouns_of_all(captions, workers=2))
+    counts = list(nouns_of_all(captions, work=Work(workers=2)))
     assert counts == list(map(num_nouns, captions))
 
 
@@ -164,8 +164,8 @@ def test_motion_of_a_clip_that_cannot_be_read_is_unknown(shapes: Catalog, tmp_pa
     gone = replace(clips[3].media, path=str(tmp_path / "gone.mp4"))
     done: list[tuple[int, int]] = []
     clips[3] = replace(clips[3], media=gone)
-    told: dict[str, Any] = {"workers": 2, "progress": lambda *counts: done.append(counts)}
-    scored = score(make_catalog(clips), "motion", **told)
+    work = Work(workers=2, progress=lambda *counts: done.append(counts))
+    scored = score(make_catalog(clips), "motion", work=work)
     assert np.flatnonzero(np.isnan(scored.values)).tolist() == [3]
     assert [failure.path for failure in scored.failed] == [str(tmp_path / "gone.mp4")]
     assert "No such file" in scored.failed[0].reason
@@ -282,7 +282,7 @@ def test_scoring_goes_on_where_it_was_stopped(
     with pytest.raises(DataError, match="raised KeyError"):
         score(shapes, by, out=out)
     (tmp_path / "mended").touch()
-    again = score(shapes, by, out=out, progress=lambda done, _: told.append(done))
+    again = score(shapes, by, out=out, work=Work(progress=lambda done, _: told.append(done)))
     assert (tmp_path / "calls.txt").read_text() == 64 * "."
     assert told == list(range(11, 65))
     assert again.values.tolist() == [8 / 7] * 64

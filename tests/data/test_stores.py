@@ -31,6 +31,7 @@ from longtake.data.index import index
 from longtake.data.loader import Loader
 from longtake.data.plan import begin
 from longtake.data.sources import find
+from longtake.data.tasks import HERE, Work
 from longtake.errors import ClipError, DataError
 
 _NUM_CLIPS = 6
@@ -69,7 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def local_catalog(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("local") / "c.parquet"
-    index([folder], captions=None, out=out, workers=0)
+    index([folder], captions=None, out=out, work=HERE)
     return out
 
 
@@ -79,7 +80,7 @@ def remote_catalog(server: str, folder: Path, tmp_path_factory: pytest.TempPathF
     out = tmp_path_factory.mktemp("remote") / "c.parquet"
     with pytest.MonkeyPatch.context() as patch:
         store.use(patch, server)
-        index([Path(f"s3://{_BUCKET}/set")], captions=None, out=out, workers=1)
+        index([Path(f"s3://{_BUCKET}/set")], captions=None, out=out, work=Work(workers=1))
     return out
 
 
@@ -130,8 +131,8 @@ def test_a_prefix_is_indexed_as_a_folder(local_catalog: Path, remote_catalog: Pa
 def test_unchanged_objects_are_not_read_again(proxy: store.Proxy, tmp_path: Path) -> None:
     out = tmp_path / "c.parquet"
     sources = [Path(f"s3://{_BUCKET}/set/0.mp4"), Path(f"s3://{_BUCKET}/set/more.tar")]
-    assert index(sources, captions=None, out=out, workers=0).unchanged == 0
-    assert index(sources, captions=None, out=out, workers=0).unchanged == 3
+    assert index(sources, captions=None, out=out, work=HERE).unchanged == 0
+    assert index(sources, captions=None, out=out, work=HERE).unchanged == 3
 
 
 def test_a_table_names_objects(
@@ -142,7 +143,7 @@ def test_a_table_names_objects(
     table.write_text("\n".join(["path,caption,score", *lines]))
     store.put(server, _BUCKET, {"tables/t.jsonl": b'{"path": "../set/2.mp4", "caption": "two"}\n'})
     out = tmp_path / "c.parquet"
-    index([table, Path(f"s3://{_BUCKET}/tables/t.jsonl")], captions=None, out=out, workers=0)
+    index([table, Path(f"s3://{_BUCKET}/tables/t.jsonl")], captions=None, out=out, work=HERE)
     clips = {clip.path: clip for clip in Catalog.load(out).clips()}
     assert {path: clip.caption for path, clip in clips.items()} == {
         f"s3://{_BUCKET}/set/0.mp4": "zero",
@@ -199,7 +200,7 @@ def test_further_inputs_are_those_of_local_files(
 
     def read(source: Path, workers: int) -> list[Batch]:
         out = tmp_path / f"{source.is_dir()}.parquet"
-        index([source], captions=None, out=out, workers=0, conditioning=["mask"])
+        index([source], captions=None, out=out, work=HERE, conditioning=["mask"])
         data = section(catalog=out, buckets=[still], conditioning=inputs, workers=workers)
         refuse_missing_conditioning(begin({"catalog": Catalog.load(out)}, data, 2, seed=0), data)
         return list(Loader(data, batch_size=2, seed=3).batches(4))
@@ -236,7 +237,7 @@ def test_spans_of_films_are_those_of_local_films(
         table, out = tmp_path / "t.csv", tmp_path / f"{len(batches)}.parquet"
         rows = [f"{place}/0.mp4,one,0,0.5", f"{place}/0.mp4,two,0.5,"]
         table.write_text("\n".join(["path,caption,start,end", *rows]))
-        index([table], captions=None, out=out, workers=0)
+        index([table], captions=None, out=out, work=HERE)
         batches.append(_batches(out, workers=0))
     _assert_same(*batches)
 
@@ -392,7 +393,7 @@ def test_a_web_server_serves_what_a_folder_has(
 @pytest.mark.parametrize("address", ["https://me:word@host/a.mp4", "https://host/a.mp4?Sign=word"])
 def test_an_address_with_a_secret_is_refused_without_it(address: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"https://host/a\.mp4 was given with") as caught:
-        index([Path(address)], captions=None, out=tmp_path / "c.parquet", workers=0)
+        index([Path(address)], captions=None, out=tmp_path / "c.parquet", work=HERE)
     assert "word" not in str(caught.value).replace("password", "")
 
 
@@ -412,9 +413,9 @@ def test_a_lost_store_ends_an_index_that_the_next_one_continues(
     with monkeypatch.context() as patch, stores.using(client):
         patch.setattr(stores, "local", lose)
         with pytest.raises(stores.OutageError, match=f"^s3://{_BUCKET} has given nothing for"):
-            index(sources, captions=None, out=out, workers=0)
+            index(sources, captions=None, out=out, work=HERE)
     proxy.become("open")
-    report = index(sources, captions=None, out=out, workers=0)
+    report = index(sources, captions=None, out=out, work=HERE)
     assert (report.accepted, report.unchanged) == (2, 1)
 
 

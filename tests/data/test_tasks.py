@@ -14,10 +14,12 @@ from tests.data.build import run_python
 from longtake.data.catalog import Catalog
 from longtake.data.scores import MotionScore, OwnScore
 from longtake.data.tasks import (
+    HERE,
     RAY_ATTEMPTS,
     ItemBatches,
     NodeSetup,
     NodeWorker,
+    Work,
     _actor_class,
     connected,
     in_order,
@@ -36,14 +38,14 @@ def test_what_a_task_has_loaded_is_not_sent() -> None:
 
 def test_results_come_with_their_items_numbers(shapes: Catalog) -> None:
     clips = list(shapes.clips())[:6]
-    here = list(in_order(run_tasks(MotionScore(), clips, workers=0)))
-    found = dict(run_tasks(MotionScore(), iter(clips), workers=2))
+    here = list(in_order(run_tasks(MotionScore(), clips, HERE)))
+    found = dict(run_tasks(MotionScore(), iter(clips), Work(workers=2)))
     assert [found[number] for number in range(6)] == here
-    assert list(in_order(run_tasks(MotionScore(), [], workers=2))) == []
+    assert list(in_order(run_tasks(MotionScore(), [], Work(workers=2)))) == []
 
 
 def test_what_a_task_raises_ends_the_work(shapes: Catalog, tmp_path: Path) -> None:
-    results = run_tasks(OwnScore("json:none", str(tmp_path)), shapes.clips(), workers=1)
+    results = run_tasks(OwnScore("json:none", str(tmp_path)), shapes.clips(), Work(workers=1))
     with pytest.raises(DataError, match="has no function 'none'"):
         next(results)
 
@@ -65,7 +67,7 @@ def test_results_are_put_in_order() -> None:
 def test_a_clips_error_is_the_same_in_another_process(shapes: Catalog, tmp_path: Path) -> None:
     clip = shapes.clip(0)
     gone = replace(clip, media=replace(clip.media, path=str(tmp_path / "gone.mp4")))
-    (error,) = in_order(run_tasks(MotionScore(), [gone], workers=1))
+    (error,) = in_order(run_tasks(MotionScore(), [gone], Work(workers=1)))
     assert isinstance(error, ClipError)
     assert error.path == tmp_path / "gone.mp4"
     assert str(error) == str(MotionScore().do(gone, lambda: None))

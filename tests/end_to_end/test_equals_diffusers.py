@@ -27,6 +27,7 @@ from longtake.config import Recipe
 from longtake.data.batch import Batch
 from longtake.data.index import index
 from longtake.data.loader import Loader
+from longtake.data.tasks import HERE
 from longtake.demo.shapes import write_clips
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
@@ -48,9 +49,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_wan(folder / "wan")
     save_flux(folder / "flux")
     captions = write_clips(folder / "clips", num_clips=4, seed=0)
-    index([folder / "clips"], captions=captions, out=folder / "clips.parquet", workers=0)
+    index([folder / "clips"], captions=captions, out=folder / "clips.parquet", work=HERE)
     write_edits(folder, 48, 64, "picture {number}, a red circle")
-    index([folder / "after"], captions=None, out=folder / "after.parquet", workers=0)
+    index([folder / "after"], captions=None, out=folder / "after.parquet", work=HERE)
     return folder
 
 

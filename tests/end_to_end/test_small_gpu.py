@@ -18,6 +18,7 @@ from tests.families.row import write_edits
 from longtake import config
 from longtake.cli import init
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 from longtake.evaluation.export import export
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.models.quantized import FrozenLinear, QuantizedLinear
@@ -87,7 +88,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wider = {"attention_head_dim": 32, "num_attention_heads": 4, "axes_dims_rope": (8, 12, 12)}
     save_flux(folder / "release", num_layers=2, num_single_layers=6, **wider)
     write_edits(folder, 64, 64, "make it a red circle")
-    index([folder / "after"], captions=None, out=folder / "after.parquet", workers=0)
+    index([folder / "after"], captions=None, out=folder / "after.parquet", work=HERE)
     template = init.find_template("flux_kontext", None, None)
     recipe = folder / "mine.toml"
     recipe.write_text(init.render_recipe(template, "24GiB", folder / "after.parquet", recipe))

@@ -19,6 +19,7 @@ from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
 from longtake import config
 from longtake.data.encode import write_video
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import load_sampler
 
@@ -53,7 +54,7 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
     row = tiny.row
     call_longtake("init", tiny.folder / "release", "--data", "clips", "--out", "mine.toml")
     _write_clips(row, config.load(Path("mine.toml")).data.fps or 16.0)
-    index([Path("clips")], captions=None, out=Path("catalogs/clips.parquet"), workers=0)
+    index([Path("clips")], captions=None, out=Path("catalogs/clips.parquet"), work=HERE)
     name_optional_pictures(row, Path("mine.toml"))
     settings = [each for key in _settings(tiny) for each in ("--set", key)]
     call_longtake("train", "mine.toml", *settings)

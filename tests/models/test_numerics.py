@@ -40,7 +40,7 @@ class _Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = self.first(tokens + self.get_buffer("positions"))
-        return self.second(F.scaled_dot_product_attention(tokens, tokens, tokens))  # type: ignore[no-any-return]
+        return self.second(F.scaled_dot_product_attention(tokens, tokens, tokens))
 
 
 def test_a_model_on_the_cpu_counts_its_projections_and_its_attention() -> None:

@@ -186,7 +186,7 @@ def _each(reentrant: bool, first: int = 0, side: Any = None) -> Run:
 
 def _all_at_once(reentrant: bool) -> Run:
     def run(model: Model, tokens: Tensor) -> Tensor:
-        return checkpoint(nn.Sequential(*model.blocks), tokens, use_reentrant=reentrant)  # type: ignore[no-any-return]
+        return checkpoint(nn.Sequential(*model.blocks), tokens, use_reentrant=reentrant)
 
     return run
 
@@ -253,7 +253,7 @@ def _only_the_last(model: Model, tokens: Tensor) -> Tensor:
     for block in model.blocks[:3]:
         tokens = block(tokens)
     pose = _pose_in_dict(model, tokens.detach())
-    return checkpoint(model.blocks[3], tokens, pose, use_reentrant=True)  # type: ignore[no-any-return]
+    return checkpoint(model.blocks[3], tokens, pose, use_reentrant=True)
 
 
 def _captured(model: Model, tokens: Tensor) -> Tensor:
@@ -287,7 +287,7 @@ def _nested(model: Model, tokens: Tensor) -> Tensor:
     def inner(tokens: Tensor) -> Tensor:
         return _each(reentrant=False)(model, tokens)
 
-    return checkpoint(inner, tokens, use_reentrant=False)  # type: ignore[no-any-return]
+    return checkpoint(inner, tokens, use_reentrant=False)
 
 
 class Added(nn.Module):
@@ -298,7 +298,7 @@ class Added(nn.Module):
         self.layer = nn.Linear(4, 4)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return checkpoint(self.layer, tokens, use_reentrant=True)  # type: ignore[no-any-return]
+        return checkpoint(self.layer, tokens, use_reentrant=True)
 
 
 def _with_added() -> Model:
@@ -316,7 +316,7 @@ class NoGradient(nn.Module):
 
     @torch.no_grad()
     def forward(self, tokens: Tensor) -> Tensor:
-        return self.inner(tokens)  # type: ignore[no-any-return]
+        return self.inner(tokens)
 
 
 def _with_no_gradient() -> Model:
@@ -327,16 +327,16 @@ def _with_no_gradient() -> Model:
 
 def _cut_before_a_region(model: Model, tokens: Tensor) -> Tensor:
     tokens = model.blocks[0](tokens).detach()
-    return checkpoint(model.blocks[1], tokens, use_reentrant=True)  # type: ignore[no-any-return]
+    return checkpoint(model.blocks[1], tokens, use_reentrant=True)
 
 
 def _dropping(model: Model, tokens: Tensor) -> Tensor:
     def region(tokens: Tensor) -> Tensor:
         model.side(tokens)
-        return model.blocks[1](tokens)  # type: ignore[no-any-return]
+        return model.blocks[1](tokens)
 
     tokens = checkpoint(region, model.blocks[0](tokens), use_reentrant=True)
-    return model.blocks[3](model.blocks[2](tokens))  # type: ignore[no-any-return]
+    return model.blocks[3](model.blocks[2](tokens))
 
 
 def _gradients_off(model: Model, tokens: Tensor) -> Tensor:
@@ -349,7 +349,7 @@ def _gradients_off(model: Model, tokens: Tensor) -> Tensor:
 
 def _unused(model: Model, tokens: Tensor) -> Tensor:
     model.blocks[3](tokens)
-    return model.blocks[1](model.blocks[0](tokens))  # type: ignore[no-any-return]
+    return model.blocks[1](model.blocks[0](tokens))
 
 
 class Stray(Block):
@@ -636,7 +636,7 @@ def test_a_module_that_fails_and_is_called_again() -> None:
     def run(model: Model, tokens: Tensor) -> Tensor:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             model.blocks[0](torch.randn(3))
-        return model.blocks[1](model.blocks[0](tokens).detach())  # type: ignore[no-any-return]
+        return model.blocks[1](model.blocks[0](tokens).detach())
 
     model = Model(run)
     model.blocks = model.blocks[:2]

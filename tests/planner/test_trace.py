@@ -197,7 +197,7 @@ def test_shared_and_buffered_tensors_count_once() -> None:
             self.register_buffer("nothing", None)
 
         def forward(self, inputs: Tensor) -> Tensor:
-            return self.again(self.call(self.block, inputs))  # type: ignore[no-any-return]
+            return self.again(self.call(self.block, inputs))
 
         call: Any
 

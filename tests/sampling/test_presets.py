@@ -21,6 +21,7 @@ from longtake.config import Bucket, EmaSection, Recipe
 from longtake.data.clip import Clip, Media
 from longtake.data.encode import write_video
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 from longtake.demo.shapes import held_out_captions
 from longtake.errors import DataError, RecipeError, RunError
 from longtake.evaluation_dir import EvaluationDirectory
@@ -571,7 +572,7 @@ def test_the_default_preset_has_inputs_of_clips_and_a_loss_mask_is_none(tmp_path
     line = {"video": "a.mp4", "caption": "a pan", "depth": "a.mp4", "camera": rows}
     lines.write_text(json.dumps(line))
     names = ("depth", "camera")
-    index([lines], captions=None, out=catalogs / "0.parquet", workers=0, conditioning=names)
+    index([lines], captions=None, out=catalogs / "0.parquet", work=HERE, conditioning=names)
     preset = find_preset(recipe, "default", recipe.out)
     (request,) = preset.requests()
     assert request.prompt == "a pan"

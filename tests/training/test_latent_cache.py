@@ -41,6 +41,7 @@ from longtake.data.audit import audit
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.data.packs import CACHE_KINDS
+from longtake.data.tasks import HERE
 from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
@@ -100,7 +101,7 @@ def shapes_catalog(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("few_shapes")
     captions = write_clips(folder / "clips", num_clips=16, seed=0)
     out = folder / "catalog.parquet"
-    index([folder / "clips"], captions=captions, out=out, workers=0)
+    index([folder / "clips"], captions=captions, out=out, work=HERE)
     return out
 
 
@@ -121,7 +122,7 @@ def pictures(material: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
     Image.fromarray(noise).save(folder / "pose.png")
     out = folder / "catalog.parquet"
-    index([folder / "after"], captions=None, out=out, workers=0)
+    index([folder / "after"], captions=None, out=out, work=HERE)
     return out
 
 
@@ -212,7 +213,7 @@ def test_pictures_and_further_ones_train_from_a_cache_as_from_pixels(
     folder = tmp_path / "pairs"
     shutil.copytree(pictures.parent, folder)
     catalog = folder / "catalog.parquet"
-    index([folder / "after"], captions=None, out=catalog, workers=0)
+    index([folder / "after"], captions=None, out=catalog, work=HERE)
     cut = folder / "before/chelsea.png"
     cut.write_bytes(cut.read_bytes()[:500])
     changes = (*_PICTURES, f"data.catalog={catalog}", "training.steps=8")
@@ -477,7 +478,7 @@ def test_new_clips_cost_only_themselves(
         for name in some:
             shutil.copy(shapes_catalog.parent / "clips" / name, folder)
             (folder / name).with_suffix(".txt").write_text(captions[name])
-        index([folder], captions=None, out=tmp_path / "c.parquet", workers=0)
+        index([folder], captions=None, out=tmp_path / "c.parquet", work=HERE)
 
     take(names[:10])
     train(recipe, QUIET)

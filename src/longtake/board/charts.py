@@ -108,8 +108,7 @@ class _Space:
 
     def rows(self, y: Numbers) -> Numbers:
         low, high = self.y
-        found: Numbers = _TOP + (high - y) / (high - low) * self.height
-        return found
+        return _TOP + (high - y) / (high - low) * self.height
 
 
 def _grid(space: _Space, axes: Axes) -> Iterator[str]:

@@ -150,8 +150,7 @@ def _compressed(data: bytes, kind: str, request: Request, status: int = 200) -> 
 
 
 def _board(request: Request) -> Board:
-    found: Board = request.app.state.board
-    return found
+    return request.app.state.board
 
 
 def show_runs(request: Request) -> Response:

@@ -454,10 +454,7 @@ class Staging:
         for name, each in inner.items():
             if isinstance(each, Tensor):
                 inner[name] = self._copied_tensor(each, f"{key}/{name}")
-        whole: Tensor = type(made).__tensor_unflatten__(
-            inner, context, tensor.shape, tensor.stride()
-        )
-        return whole
+        return type(made).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
 # --- Writing one checkpoint -------------------------------------------------------------------
@@ -529,9 +526,7 @@ def _on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> lis
         mistake = str(error) if isinstance(error, OSError) else repr(error)
     everyone: list[Any] = [(result, mistake)]
     if group is not None:
-        # torch fills a list that has the right length already.
-        everyone *= dist.get_world_size(group)
-        dist.all_gather_object(everyone, (result, mistake), group)
+        everyone = collectives.gather_in_group(everyone[0], group)
     for _, each in everyone:
         if each is not None:
             raise OSError(each)

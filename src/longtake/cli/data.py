@@ -110,7 +110,7 @@ def index(
         from longtake.data.decode_limits import Limits
         from longtake.data.index import index as index_clips
         from longtake.data.sources import class_folders
-        from longtake.data.tasks import connected
+        from longtake.data.tasks import Work, connected
 
         # Called within the context below, which defines `shown`.
         def advance(done: int, total: int) -> None:
@@ -133,11 +133,8 @@ def index(
                     some,
                     captions=captions,
                     out=target,
-                    on=on,
-                    workers=workers,
-                    progress=advance,
+                    work=Work(on, workers, advance, Limits(memory_gib, timeout_seconds)),
                     fresh=fresh,
-                    limits=Limits(memory_gib, timeout_seconds),
                     conditioning=conditioning or (),
                     label=label,
                     trusts_metadata=trust_metadata,
@@ -236,7 +233,7 @@ def cuts(
     """
     from longtake.data.decode_limits import Limits
     from longtake.data.scene_cuts import write_scenes
-    from longtake.data.tasks import connected
+    from longtake.data.tasks import Work, connected
 
     with connected(on), progress.counted(say.console(), "cuts") as advance:
         report = write_scenes(
@@ -244,10 +241,7 @@ def cuts(
             out,
             threshold=threshold,
             min_seconds=min_seconds,
-            on=on,
-            workers=workers,
-            progress=advance,
-            limits=Limits(memory_gib, timeout_seconds),
+            work=Work(on, workers, advance, Limits(memory_gib, timeout_seconds)),
         )
     if as_json:
         say.result(asdict(report) | {"table": str(report.table)})
@@ -281,21 +275,15 @@ def prepare(
     as_json: say.AsJson = False,
 ) -> None:
     """Transcode clips to the size that they are trained in, so that reading them is cheap."""
+    from longtake.data.decode_limits import Limits
     from longtake.data.encode import Settings
     from longtake.data.encode import prepare as prepare_clips
-    from longtake.data.tasks import connected
+    from longtake.data.tasks import Work, connected
 
     settings = Settings(tuple(map(_parse_size, size)), gop, crf, fps)
     with connected(on), progress.counted(say.console(), "prepare") as advance:
-        report = prepare_clips(
-            catalog,
-            out,
-            settings=settings,
-            on=on,
-            workers=workers,
-            progress=advance,
-            memory_gib=memory_gib,
-        )
+        work = Work(on, workers, advance, Limits(memory_gib))
+        report = prepare_clips(catalog, out, settings=settings, work=work)
     if as_json:
         say.result(asdict(report) | {"catalog": str(report.catalog)})
         return
@@ -350,24 +338,16 @@ def score(
     command resumes.
     """
     from longtake.data.catalog import Catalog
+    from longtake.data.decode_limits import Limits
     from longtake.data.index import check_out
     from longtake.data.scores import score as score_clips
-    from longtake.data.tasks import connected
+    from longtake.data.tasks import Work, connected
 
     loaded, target = Catalog.load(catalog), out or catalog
     check_out(target)  # now, as scoring may take hours
     with connected(on), progress.counted(say.console(), "score") as advance:
-        scored = score_clips(
-            loaded,
-            by,
-            name=name,
-            on=on,
-            workers=workers,
-            out=target,
-            progress=advance,
-            memory_gib=memory_gib,
-            distance=distance,
-        )
+        work = Work(on, workers, advance, Limits(memory_gib))
+        scored = score_clips(loaded, by, name=name, out=target, distance=distance, work=work)
     scored.catalog.save(target)
     # Only now may the journal go from which an interrupted call resumes.
     scored.settle()
@@ -478,7 +458,9 @@ def caption(
     """Caption clips with a local model; after Ctrl-C the same command resumes."""
     from longtake.data import generated_captions
     from longtake.data.catalog import Catalog
+    from longtake.data.decode_limits import Limits
     from longtake.data.index import check_out
+    from longtake.data.tasks import Work
 
     loaded, target = Catalog.load(catalog), out or catalog
     check_out(target)  # now, as captioning may take hours
@@ -496,9 +478,7 @@ def caption(
             fresh=fresh,
             batch_size=batch_size,
             choice=generated_captions.FrameChoice(frames, side),
-            workers=workers,
-            memory_gib=memory_gib,
-            progress=advance,
+            work=Work(None, workers, advance, Limits(memory_gib)),
         )
     done.save(target)
     if jsonl is not None:
@@ -647,7 +627,7 @@ def cache(
     with progress.phase_lines(say.console(), "importing PyTorch"):
         from longtake.data.auto_buckets import with_buckets
         from longtake.data.packs import CACHE_KINDS
-        from longtake.data.tasks import connected
+        from longtake.data.tasks import Work, connected
         from longtake.training.latent_cache import cache_ahead
         from longtake.trust import load_recipe
 
@@ -661,7 +641,7 @@ def cache(
     # Buckets that are chosen from the catalog decide the latents' shapes, as in training.
     loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
     with connected(on):
-        facts = cache_ahead(loaded, say.console(), on=on, workers=workers, part=part)
+        facts = cache_ahead(loaded, say.console(), Work(on, workers), part)
     if as_json:
         say.result(facts)
         return

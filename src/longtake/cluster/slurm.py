@@ -80,7 +80,7 @@ class BatchJob:
         template = Environment(  # noqa: S701 - not HTML: values are quoted for a shell
             trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
         ).from_string(_TEMPLATE.read_text(encoding="utf-8"))
-        text: str = template.render(
+        return template.render(
             recipe=shlex.quote(str(recipe)),
             changes=[shlex.quote(change) for change in self.launch.changes],
             run=shlex.quote(str(self.run_path)),
@@ -100,7 +100,6 @@ class BatchJob:
             requeues=self.slurm.requeues,
             options="".join(f" {shlex.quote(part)}" for part in self.launch.begin_arguments),
         )
-        return text
 
     def write(self) -> None:
         """Write the batch file into the run directory.

@@ -180,8 +180,7 @@ def shares_cut(catalog: Catalog, rows: Rows, shape: Bucket) -> NDArray[np.float6
     across = shape.width / catalog.column("width")[rows]
     down = shape.height / catalog.column("height")[rows]
     # The picture is scaled by the larger ratio to cover the bucket. The share min / max remains.
-    cut: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
-    return cut
+    return 1 - np.minimum(across, down) / np.maximum(across, down)
 
 
 def _weights(shapes: Sequence[Bucket], best: int, others: Collection[int]) -> tuple[float, ...]:
@@ -316,8 +315,7 @@ def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
     """Return the share of the picture [K, S] that the crop of each size to a bucket removes."""
     across = np.array([shape.width for shape in shapes]) / kinds.widths[:, None]
     down = np.array([shape.height for shape in shapes]) / kinds.heights[:, None]
-    cuts: NDArray[np.float64] = 1 - np.minimum(across, down) / np.maximum(across, down)
-    return cuts
+    return 1 - np.minimum(across, down) / np.maximum(across, down)
 
 
 def _best_bucket(

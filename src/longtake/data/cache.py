@@ -367,11 +367,14 @@ class ContentHashes:
             stamp = status.st_size, status.st_mtime_ns
         with self._lock:  # from Python 3.12 on, `cached_property` has none of its own
             known = self._known.get(path)
-        if known and known[0] == stamp:
-            if media.is_remote:
-                self._of_stores[path] = known[1]
-            return known[1]
-        content = self._hash_of(path)
+        if known is None or known[0] != stamp:
+            known = stamp, self._hash_of(path)
+            self._keep(path, *known)
+        if media.is_remote:
+            self._of_stores[path] = known[1]
+        return known[1]
+
+    def _keep(self, path: str, stamp: tuple[int, int], content: str) -> None:
         with self._lock:
             self._known[path] = stamp, content
             with suppress(OSError):  # on failure, a later process reads the file again
@@ -382,7 +385,6 @@ class ContentHashes:
                     make_writable(self._folder)
                 with self._mine.open("ab") as file:
                     file.write(json.dumps([path, *stamp, content]).encode() + b"\n")
-        return content
 
 
 def make_folder(folder: Path) -> None:

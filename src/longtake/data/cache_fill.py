@@ -320,12 +320,9 @@ def run_encode_task(
     task: EncodeTask,
     missing: Sequence[_Row] | Sequence[str],
     report: CacheReport,
-    *,
-    on: str,
-    workers: int | None = None,
-    progress: Progress | None = None,
+    work: tasks.Work,
 ) -> None:
-    """Fill a cache on a cluster's workers; see `run_tasks` for `on` and `workers`.
+    """Fill a cache on a cluster's workers.
 
     Raises:
         DataError: no worker can be started, the cache cannot be written, or too many clips cannot
@@ -345,14 +342,13 @@ def run_encode_task(
             yield [one if isinstance(one, str) else one.item() for one in some]
             start += len(some)
 
-    with closing(tasks.run_tasks(task, shares(), on=on, workers=workers)) as reports:
+    with closing(tasks.run_tasks(task, shares(), work)) as reports:
         for number, added in reports:
             report.add(added)
             known += sizes[number]
             report.refuse_too_many(task.cache.data.max_quarantined_clips)
             done = min(done + sizes[number], len(missing))
-            if progress:
-                progress(done, len(missing))
+            work.progress(done, len(missing))
 
 
 class _Reading(NamedTuple):

@@ -144,9 +144,8 @@ def disk_schema(found: pa.Schema) -> pa.Schema:
     missing = [name for name in CLIP_SCHEMA.names if name not in (*found.names, MATRIX)]
     if missing:
         raise LookupError(f"it has no column {missing[0]}")
-    names = [name for name in found.names if name.startswith(ATTRIBUTE)]
     # Columns that another tool added are ignored.
-    schema = with_attributes(CLIP_SCHEMA, [name.removeprefix(ATTRIBUTE) for name in names])
+    schema = with_attributes(CLIP_SCHEMA, names_after(ATTRIBUTE, found.names))
     if SPAN_SCHEMA.names[0] in found.names:
         schema = pa.schema([*schema, *SPAN_SCHEMA])
     for name in (each for each in found.names if each.startswith(CONDITIONING)):
@@ -253,6 +252,11 @@ def with_attributes(schema: pa.Schema, names: Iterable[str]) -> pa.Schema:
     return schema
 
 
+def names_after(prefix: str, columns: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the columns that begin with a prefix, without it."""
+    return tuple(each.removeprefix(prefix) for each in columns if each.startswith(prefix))
+
+
 def conditioning_field(name: str, given: object) -> pa.Field:
     text, numbers = _CONDITIONING_TYPES
     return pa.field(CONDITIONING + name, text if isinstance(given, str) else numbers)
@@ -341,8 +345,7 @@ def fingerprint_of_columns(
 
 
 def _numbers(column: pa.Array, kind: str) -> bytes:
-    numbers: bytes = column.to_numpy(zero_copy_only=False).astype(kind).tobytes()
-    return numbers
+    return column.to_numpy(zero_copy_only=False).astype(kind).tobytes()
 
 
 @dataclass(frozen=True)
@@ -416,12 +419,10 @@ class Catalog:
                 f"The catalog has no attribute {name!r}; it has: {known}. "
                 "Run `longtake data score` to add one."
             )
-        values: NDArray[Any] = self.table[full].to_numpy()
-        return values
+        return self.table[full].to_numpy()
 
     def captions(self) -> list[str]:
-        texts: list[str] = self.table["caption"].to_pylist()
-        return texts
+        return self.table["caption"].to_pylist()
 
     @cached_property
     def identities(self) -> pa.Array:
@@ -429,30 +430,25 @@ class Catalog:
 
     @cached_property
     def attribute_names(self) -> tuple[str, ...]:
-        names = (name for name in self.table.column_names if name.startswith(ATTRIBUTE))
-        return tuple(name.removeprefix(ATTRIBUTE) for name in names)
+        return names_after(ATTRIBUTE, self.table.column_names)
 
     @cached_property
     def conditioning_names(self) -> tuple[str, ...]:
         """Names of the columns of further inputs (paths or numbers), for `data.conditioning`."""
-        names = (name for name in self.table.column_names if name.startswith(CONDITIONING))
-        return tuple(name.removeprefix(CONDITIONING) for name in names)
+        return names_after(CONDITIONING, self.table.column_names)
 
     def with_attribute(self, name: str, values: NDArray[np.float64]) -> "Catalog":
         """Return this catalog with a score of each clip added or replaced; NaN where unknown."""
         assert values.shape == (len(self),)
         column = pa.array(values, pa.float64(), from_pandas=True)  # NaN becomes null
-        names = sorted({*self.attribute_names, name})
-        table = self.table.select(CLIP_SCHEMA.names)
-        for each in names:
-            full = ATTRIBUTE + each
-            table = table.append_column(full, column if each == name else self.table[full])
-        further = [CONDITIONING + each for each in self.conditioning_names]
-        for each in (
-            *(each for each in SPAN_SCHEMA.names if each in self.table.column_names),
-            *further,
-        ):
-            table = table.append_column(self.table.schema.field(each), self.table[each])
+        full, others = ATTRIBUTE + name, self.table
+        if full in others.column_names:
+            others = others.drop_columns([full])
+        table = others.append_column(full, column)
+        attributes = sorted(each for each in table.column_names if each.startswith(ATTRIBUTE))
+        first = [*CLIP_SCHEMA.names, *attributes]
+        # Spans and further inputs come last.
+        table = table.select([*first, *(each for each in table.column_names if each not in first)])
         return Catalog(table, self.set_aside, self.stored_fingerprint)
 
     def relocated(self, other: "Catalog") -> "Catalog":
@@ -600,9 +596,8 @@ class StoredCatalog:
             )
 
     @property
-    def attribute_names(self) -> list[str]:
-        names = (each for each in self.schema.names if each.startswith(ATTRIBUTE))
-        return [each.removeprefix(ATTRIBUTE) for each in names]
+    def attribute_names(self) -> tuple[str, ...]:
+        return names_after(ATTRIBUTE, self.schema.names)
 
     def _groups(self) -> Iterator[pa.Table]:
         folder = f"{self._path.resolve().parent}/"

@@ -56,8 +56,7 @@ def find_clips(path: Path, identities: Collection[bytes], most_groups: int | Non
         rows = tables.with_whole_paths(pa.concat_tables(found), schema, f"{path.resolve().parent}/")
         rows = rows.drop_columns(["reason"]).replace_schema_metadata(None)
         tables.check_rows(rows, tables.ASIDE_SCHEMA.empty_table())
-        names = [each for each in schema.names if each.startswith(tables.ATTRIBUTE)]
-        attributes = [name.removeprefix(tables.ATTRIBUTE) for name in names]
+        attributes = tables.names_after(tables.ATTRIBUTE, schema.names)
         return [tables.clip_of(row, attributes) for row in rows.to_pylist()]
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -36,6 +37,7 @@ _MASKS_READ = 256  # number of mask files read by `plain_masks`
 _NUMBERS_READ = 64  # number of files of numbers read from each part of a plan
 _EXAMPLES = 3
 _THREADS = 16  # threads that wait for network disks
+_T = TypeVar("_T")
 
 
 def check_data(
@@ -394,11 +396,9 @@ def refuse_missing(catalog: Catalog, allowed: int) -> list[str]:
         some = np.random.default_rng(0).choice(len(column), _MAX_PATHS, replace=False)
         column = column.take(pa.array(np.sort(some)))
     found: list[str] = pc.unique(column).to_pylist()
-    looked_for = paths = [path for path in found if "://" not in path]
+    paths = [path for path in found if "://" not in path]
     stores.ask_each(path for path in found if "://" in path)
-    if len(paths) > _MAX_FILES:
-        chosen = np.random.default_rng(0).choice(len(paths), _MAX_FILES, replace=False)
-        looked_for = [paths[number] for number in chosen]
+    looked_for = _some_of(paths)
     # Each look-up waits on a network disk, so threads look at the same time.
     with ThreadPoolExecutor(_THREADS) as pool:
         is_there = pool.map(lambda path: Path(path).is_file(), looked_for)
@@ -481,7 +481,8 @@ def plain_masks(plan: Plan, data: DataSection) -> Iterator[str]:
                 )
 
 
-def _some_of(files: list[tuple[str, str]], most: int = _MAX_FILES) -> list[tuple[str, str]]:
+def _some_of(files: list[_T], most: int = _MAX_FILES) -> list[_T]:
+    """Return a random sample of files, the same in each call."""
     if len(files) <= most:
         return files
     chosen = np.random.default_rng(0).choice(len(files), most, replace=False)

@@ -336,8 +336,7 @@ def _fitted(wanted: ConditioningPixels, picture: NDArray[np.uint8]) -> NDArray[n
     scaled = resized(picture, how.scaled_height, how.scaled_width).transpose(2, 0, 1)
     kept = scaled[:, how.top : how.top + wanted.height, how.left : how.left + wanted.width]
     kept = _grey(kept) if wanted.kind == "mask" else kept
-    fitted: NDArray[np.uint8] = kept[..., ::-1] if wanted.is_flipped else kept
-    return fitted
+    return kept[..., ::-1] if wanted.is_flipped else kept
 
 
 def _crop(wanted: ConditioningPixels, height: int, width: int) -> Crop:

@@ -32,7 +32,7 @@ from longtake.data.catalog import TRUSTED, Catalog, Rejection, Stamp
 from longtake.data.catalog_writer import CatalogWriter, Written
 from longtake.data.clip import Clip, Item, Media, is_turned
 from longtake.data.index import KnownFiles, ProbeJournal, catalog_before, check_out, probe_all
-from longtake.data.tasks import run_tasks
+from longtake.data.tasks import ALL_CORES, Work, run_tasks
 from longtake.data.window import at_timestamps
 from longtake.data.workers import ClipTask
 from longtake.errors import ClipError, DataError
@@ -426,10 +426,7 @@ def prepare(
     out_folder: Path,
     *,
     settings: Settings,
-    on: str | None = None,
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    memory_gib: float = decode_limits.MEMORY_GIB,
+    work: Work = ALL_CORES,
 ) -> PrepareReport:
     """Transcode every clip of a catalog, and write a catalog of the results.
 
@@ -441,10 +438,8 @@ def prepare(
         catalog_path: the catalog of the clips.
         out_folder: folder to which files and the new `catalog.parquet` are written.
         settings: size and encoding of the results.
-        on: where clips are transcoded and checked; see `run_tasks`. The files do not depend on it.
-        workers: number of processes, as for `run_tasks`.
-        progress: called with (done, total); a clip counts when it is written and when checked.
-        memory_gib: memory for decoding one clip; a clip that needs more is rejected.
+        work: where clips are transcoded and checked, and within which memory. A clip that needs
+            more is rejected; one counts as progress when it is written and when it is checked.
 
     Raises:
         DataError: the catalog cannot be read, the settings do not fit, the folder cannot be
@@ -457,12 +452,11 @@ def prepare(
     check_out(out)
     # Sorted by path, so that the spans of one film follow each other and it is hashed once.
     clips = sorted(source.clips(), key=lambda clip: clip.path)
-    report = progress or (lambda done, total: None)
-    task = TranscodeTask(out_folder.resolve(), settings, memory_gib)
+    task = TranscodeTask(out_folder.resolve(), settings, work.limits.memory_gib)
     # Counted before transcoding, which makes the others.
     reused = sum(task.target(clip).exists() for clip in clips)
-    failed = _transcode_all(clips, task, on, workers, report)
-    result, rejected = _write_catalog(out, clips, failed, task, on, workers, report)
+    failed = _transcode_all(clips, task, work)
+    result, rejected = _write_catalog(out, clips, failed, task, work)
     return PrepareReport(
         prepared=result.accepted,
         reused=reused,
@@ -479,9 +473,7 @@ def _write_catalog(
     clips: Sequence[Clip],
     failed: dict[str, ClipError],
     task: TranscodeTask,
-    on: str | None,
-    workers: int | None,
-    report: Callable[[int, int], None],
+    work: Work,
 ) -> tuple[Written, list[Rejection]]:
     """Index the prepared files as `data index` would, and write their catalog.
 
@@ -508,9 +500,10 @@ def _write_catalog(
             known=known,
             journal=journal,
             task=decode.ProbeTask(),
-            on=on,
-            workers=workers,
-            progress=lambda done, total: report(total + done, 2 * len(clips)),
+            # Counted on from the transcoded clips.
+            work=replace(
+                work, progress=lambda done, total: work.progress(total + done, 2 * len(clips))
+            ),
         )
         for error in failed.values():
             writer.reject(Rejection(str(error.path), error.reason))
@@ -551,24 +544,18 @@ def _checked(
     )
 
 
-def _transcode_all(
-    clips: Sequence[Clip],
-    task: TranscodeTask,
-    on: str | None,
-    workers: int | None,
-    report: Callable[[int, int], None],
-) -> dict[str, ClipError]:
+def _transcode_all(clips: Sequence[Clip], task: TranscodeTask, work: Work) -> dict[str, ClipError]:
     missing = [clip for clip in clips if not task.target(clip).exists()]
     if present := len(clips) - len(missing):
-        report(present, 2 * len(clips))
+        work.progress(present, 2 * len(clips))
     failed = {}
-    with closing(run_tasks(task, missing, on=on, workers=workers)) as results:
+    with closing(run_tasks(task, missing, work)) as results:
         for done, (number, error) in enumerate(results, start=present + 1):
             if error is not None:
                 failed[missing[number].identity] = error
             else:
                 _wait_until_visible(task.target(missing[number]))
-            report(done, 2 * len(clips))
+            work.progress(done, 2 * len(clips))
     for left in task.folder.glob("??/.*.partial.*"):  # left by processes that were killed
         if _HALF_WRITTEN.match(left.name):
             left.unlink(missing_ok=True)

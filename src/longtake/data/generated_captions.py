@@ -7,7 +7,7 @@ catalog until it is written, so that an interrupted command resumes.
 import glob
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -18,9 +18,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from longtake import errors, formatting, fsio, process
-from longtake.data import buckets, decode_limits, decode_worker, window
+from longtake.data import buckets, decode_worker, window
 from longtake.data.catalog import CAPTIONED, Catalog, Rejection
 from longtake.data.clip import Clip
+from longtake.data.tasks import ALL_CORES, Work
 
 OF_CAPTIONS = ("nouns", "length")  # scores that depend on the caption
 
@@ -74,9 +75,7 @@ def caption(
     fresh: bool = False,
     batch_size: int = 1,
     choice: FrameChoice = FrameChoice(),
-    workers: int | None = None,
-    memory_gib: float = decode_limits.MEMORY_GIB,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    work: Work = ALL_CORES,
 ) -> Captioned:
     """Write captions for the clips that have none; a clip that fails keeps its old one.
 
@@ -93,9 +92,7 @@ def caption(
         fresh: ignore the results of an interrupted call.
         batch_size: number of clips for each call of the captioner.
         choice: number and size of the frames of each clip.
-        workers: number of decoding processes; by default one for each core.
-        memory_gib: memory for decoding one clip.
-        progress: called with (clips done, total clips).
+        work: number of decoding processes of this machine, and the memory for decoding one clip.
 
     Raises:
         DataError: the captioner raised an error, or did not return one text for each clip, or no
@@ -118,10 +115,12 @@ def caption(
     written = {row: known[identities[row]] for row in wanted if identities[row] in known}
     if rows := [row for row in wanted if row not in written]:
         # No more workers than clips: starting one takes seconds.
-        count = min(workers or process.num_cores(), len(rows))
+        count = min(work.workers or process.num_cores(), len(rows))
         with (
             journal,
-            decode_worker.DecodePool(count, _SILENCE_SECONDS, memory_gib=memory_gib) as pool,
+            decode_worker.DecodePool(
+                count, _SILENCE_SECONDS, memory_gib=work.limits.memory_gib
+            ) as pool,
         ):
             ahead = batch_size + _AHEAD * count
             decoded = _decoded(clips, rows, choice, pool, ahead, failed)
@@ -133,7 +132,7 @@ def caption(
                     else:
                         written[each.row] = text
                         journal.add({"identity": each.clip.identity, "caption": text})
-                progress(len(written) + len(failed), len(wanted))
+                work.progress(len(written) + len(failed), len(wanted))
     return Captioned(_captioned(clips, before, written), len(written), tuple(failed))
 
 

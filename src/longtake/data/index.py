@@ -16,16 +16,16 @@ from typing import Annotated, Any, NotRequired
 from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
 
-from longtake.data import catalog, tasks
+from longtake.data import catalog
 from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, unread_beside
 from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter, Written
 from longtake.data.clip import Clip, Item, Media
 from longtake.data.content import copy_identity
 from longtake.data.decode import Probe, ProbeTask
-from longtake.data.decode_limits import DEFAULT, Limits
 from longtake.data.media_list import as_bytes, open_scratch
 from longtake.data.sources import FoundMedia, find
 from longtake.data.tables import first_of
+from longtake.data.tasks import ALL_CORES, Work, run_tasks
 from longtake.data.workers import Task
 from longtake.errors import ClipError, DataError
 from longtake.fsio import Journal, make_writable
@@ -223,11 +223,8 @@ def index(
     *,
     captions: Path | None,
     out: Path,
-    on: str | None = None,
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    work: Work = ALL_CORES,
     fresh: bool = False,
-    limits: Limits = DEFAULT,
     conditioning: Sequence[str] = (),
     label: str = "",
     trusts_metadata: bool = False,
@@ -243,12 +240,8 @@ def index(
             `sidecar` is the default without `captions.jsonl`.
         out: the catalog to write. An older catalog there is replaced; its clips' scores are kept,
             and captions that `data caption` wrote are kept where the sources have none.
-        on: where files are decoded; see `run_tasks`. The catalog does not depend on it.
-        workers: number of decoding processes; by default one for each core. 0 uses this process,
-            which a hostile file can then hang or crash.
-        progress: called with (files done, total files).
+        work: where files are decoded, and within which limits. A file that needs more is rejected.
         fresh: also read unchanged files again.
-        limits: limits for decoding one file; a file that needs more is rejected.
         conditioning: columns of the sources' tables for `data.conditioning`; each clip must have a
             path of an existing file, or numbers, in each.
         label: the caption of clips that have none.
@@ -279,10 +272,8 @@ def index(
             partial(_accept, writer, faulty, label, trusts_metadata),
             known=KnownFiles(None if fresh else before, journal, trusts_metadata=trusts_metadata),
             journal=journal,
-            task=ProbeTask(limits, trusts_metadata),
-            on=on,
-            workers=workers,
-            progress=progress,
+            task=ProbeTask(work.limits, trusts_metadata),
+            work=work,
         )
         # The media's database may be large, and writing the catalog needs the disk.
         found.items.close()
@@ -355,9 +346,7 @@ def probe_all(
     known: KnownFiles,
     journal: ProbeJournal,
     task: Task[Item, tuple[Probe | ClipError, bool]],
-    on: str | None = None,
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    work: Work,
 ) -> int:
     """Read every file that is not known already; return the number of known files.
 
@@ -368,9 +357,7 @@ def probe_all(
         known: files that need not be read.
         journal: records the results of the others.
         task: reads (probes) one file.
-        on: see `run_tasks`.
-        workers: see `run_tasks`.
-        progress: called with (files done, total files).
+        work: where files are read; `progress` is called with (files done, total files).
     """
     probing: dict[int, tuple[list[Item], catalog.Stamp | None]] = {}
     num_known = num_done = 0
@@ -379,8 +366,7 @@ def probe_all(
         nonlocal num_done
         accept(items, stamp, found)
         num_done += 1
-        if progress is not None:
-            progress(num_done, num_files)
+        work.progress(num_done, num_files)
 
     # Known files are accepted while the workers are fed, so that nothing waits for them.
     def unknown() -> Iterator[Item]:
@@ -395,7 +381,7 @@ def probe_all(
             number += 1
             yield Item(items[0].media.whole)
 
-    with journal, closing(tasks.run_tasks(task, unknown(), on=on, workers=workers)) as outcomes:
+    with journal, closing(run_tasks(task, unknown(), work)) as outcomes:
         for number, (result, is_lasting) in outcomes:
             items, stamp = probing.pop(number)
             # A timeout or a lost worker may not happen again: without a stamp, the next call tries

@@ -240,13 +240,91 @@ class Plan:
         return digest.hexdigest()
 
 
+@dataclass(frozen=True)
+class PlanInputs:
+    """Everything that plans are made from: catalogs, recipe, batch size and seed."""
+
+    catalogs: Mapping[str, Catalog]
+    data: DataSection
+    batch_size: int  # samples per step over all ranks, for stages that set none
+    seed: int
+
+    def fresh_stage(self, stage: Stage) -> StagePlan:
+        """Make the plan of a stage of the curriculum of which no batch was trained."""
+        streams, weights, dropped = [], [], {}
+        for source, (selection, weight) in self.select(stage).items():
+            epochs = self.num_epochs(stage, source)
+            span = self.epoch_span(stage, selection.members, f"{stage.name}/{source}", 0, epochs)
+            part = Part(span, selection.members, self.catalogs[source])
+            streams.append(Stream(stage.name, source, (part,)))
+            weights.append(weight)
+            dropped[source] = selection.dropped
+        return StagePlan(stage, tuple(streams), tuple(weights), dropped)
+
+    def select(self, stage: Stage) -> dict[str, tuple[Selection, float]]:
+        """Return the clips and the weight of each catalog of a stage.
+
+        With `data.repeats`, and unless the stage has weights of its own, weights are in proportion
+        to the clips of each catalog, times its repeats.
+        """
+        selected, repeats = {}, self.data.repeats
+        for source, weight in self.stage_weights(stage).items():
+            selection = select(self.catalogs[source], stage, self.data)
+            if repeats and stage.weights is None:
+                weight = float(len(selection.members) * repeats.get(source, 1))
+            selected[source] = selection, weight
+        return selected
+
+    def stage_weights(self, stage: Stage) -> dict[str, float]:
+        """Return the weights by which a stage mixes its catalogs, without those of weight 0.
+
+        Raises:
+            DataError: every weight is 0, or epochs are set for several catalogs.
+        """
+        given = self.data.weights if stage.weights is None else stage.weights
+        weights = {source: given.get(source, 1.0) for source in self.catalogs}
+        weights = {source: weight for source, weight in weights.items() if weight > 0}
+        if not weights:
+            raise DataError(
+                f"Stage {stage.name}: every catalog has weight 0; give one of them a share."
+            )
+        if len(weights) > 1 and stage.epochs is not None:
+            raise DataError(
+                f"Stage {stage.name} mixes the catalogs {', '.join(weights)} by weights, and each "
+                f"has its own epochs: epochs = {stage.epochs} has no meaning there. Give the stage "
+                "steps."
+            )
+        return weights
+
+    def num_epochs(self, stage: Stage, source: str) -> int | None:
+        """Return the number of a catalog's epochs in a stage: `epochs` times `data.repeats`."""
+        return None if stage.epochs is None else stage.epochs * self.data.repeats.get(source, 1)
+
+    def epoch_span(
+        self,
+        stage: Stage,
+        members: BucketAssignment,
+        name: str,
+        first_epoch: int,
+        num_epochs: int | None,
+    ) -> order.EpochSpan:
+        """Return epochs over the clips of a stage; `name` decides their order."""
+        size = stage.global_batch_size or self.batch_size
+        has_own = any(shape.batch_size for shape in members.shapes)
+        of_buckets = tuple(shape.batch_size or size for shape in members.shapes) if has_own else ()
+        return order.EpochSpan(
+            members.sizes, size, self.seed, name, first_epoch, num_epochs, of_buckets
+        )
+
+
 def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, seed: int) -> Plan:
     """Make the data plan of a new run, from step 0.
 
     Raises:
         DataError: a stage selects no clip, or the stages do not fit together.
     """
-    stages = [fresh_stage(stage, catalogs, data, batch_size, seed) for stage in data.curriculum()]
+    inputs = PlanInputs(catalogs, data, batch_size, seed)
+    stages = [inputs.fresh_stage(stage) for stage in data.curriculum()]
     for stage in stages:
         length, warmup = stage_length(stage), stage.section.warmup_steps
         if length is not None and warmup is not None and warmup > length:
@@ -256,83 +334,6 @@ def begin(catalogs: Mapping[str, Catalog], data: DataSection, batch_size: int, s
                 "longer."
             )
     return assemble_plan(0, 0, stages, batch_size)
-
-
-def fresh_stage(
-    stage: Stage,
-    catalogs: Mapping[str, Catalog],
-    data: DataSection,
-    batch_size: int,
-    seed: int,
-) -> StagePlan:
-    """Make the plan of a stage of the curriculum of which no batch was trained."""
-    weights = stage_weights(stage, catalogs, data)
-    selections = {source: select(catalogs[source], stage, data) for source in weights}
-    weights = repeated_weights(weights, selections, stage, data)
-    streams, dropped = [], {}
-    for source, selection in selections.items():
-        dropped[source] = selection.dropped
-        span = order.EpochSpan(
-            sizes=selection.members.sizes,
-            batch_size=stage.global_batch_size or batch_size,
-            batch_sizes=own_batch_sizes(selection.members.shapes, stage, batch_size),
-            seed=seed,
-            name=f"{stage.name}/{source}",
-            num_epochs=num_epochs(stage, source, data),
-        )
-        part = Part(span, selection.members, catalogs[source])
-        streams.append(Stream(stage.name, source, (part,)))
-    return StagePlan(stage, tuple(streams), tuple(weights.values()), dropped)
-
-
-def own_batch_sizes(shapes: Sequence[Bucket], stage: Stage, batch_size: int) -> tuple[int, ...]:
-    """Return the batch size of each bucket (clip shape), or () if no bucket sets its own."""
-    size = stage.global_batch_size or batch_size
-    has_own = any(shape.batch_size for shape in shapes)
-    return tuple(shape.batch_size or size for shape in shapes) if has_own else ()
-
-
-def stage_weights(
-    stage: Stage, catalogs: Mapping[str, Catalog], data: DataSection
-) -> dict[str, float]:
-    """Return the weights by which a stage mixes its catalogs, without catalogs of weight 0.
-
-    Raises:
-        DataError: every weight is 0, or epochs are set for several catalogs.
-    """
-    given = data.weights if stage.weights is None else stage.weights
-    weights = {source: given.get(source, 1.0) for source in catalogs}
-    weights = {source: weight for source, weight in weights.items() if weight > 0}
-    if not weights:
-        raise DataError(
-            f"Stage {stage.name}: every catalog has weight 0; give one of them a share."
-        )
-    if len(weights) > 1 and stage.epochs is not None:
-        raise DataError(
-            f"Stage {stage.name} mixes the catalogs {', '.join(weights)} by weights, and each has "
-            f"its own epochs: epochs = {stage.epochs} has no meaning there. Give the stage steps."
-        )
-    return weights
-
-
-def repeated_weights(
-    weights: dict[str, float], selections: Mapping[str, Selection], stage: Stage, data: DataSection
-) -> dict[str, float]:
-    """Return weights of catalogs in proportion to their clips, times their `data.repeats`.
-
-    Without `data.repeats`, or if the stage has its own weights, `weights` are returned unchanged.
-    """
-    if not data.repeats or stage.weights is not None:
-        return weights
-    return {
-        source: float(len(selections[source].members) * data.repeats.get(source, 1))
-        for source in weights
-    }
-
-
-def num_epochs(stage: Stage, source: str, data: DataSection) -> int | None:
-    """Return the number of a catalog's epochs in a stage: `epochs` times `data.repeats`."""
-    return None if stage.epochs is None else stage.epochs * data.repeats.get(source, 1)
 
 
 def assemble_plan(

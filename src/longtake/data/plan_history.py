@@ -21,7 +21,7 @@ from typing_extensions import TypedDict
 
 from longtake.config import DECIDES_ORDER, DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.plan import Plan, PlannedBatch, StagePlan, begin
+from longtake.data.plan import Plan, PlanInputs, PlannedBatch, StagePlan, begin
 from longtake.data.replan import Policy, remaining_stages, replan
 from longtake.errors import DataChangedError, DataError
 from longtake.formatting import plural
@@ -242,7 +242,8 @@ def resume(
     if data.on_change == "refuse":
         raise DataChangedError(_refusal(changes, step))
     _refuse_earlier_stages(plan_history.plans, step, history[-1], data)
-    plan = replan(plan_history.plans, step, data.on_change, catalogs, data, batch_size, seed)
+    inputs = PlanInputs(catalogs, data, batch_size, seed)
+    plan = replan(plan_history.plans, step, data.on_change, inputs)
     # The new plan joins the record, so that a later resumption rebuilds it the same way.
     entry = _entry(plan, data.on_change, catalogs, data)
     return PlanHistory((*plan_history.plans, plan), (*history, entry), "\n  ".join(changes))
@@ -284,7 +285,8 @@ def _rebuild(
         then = _catalogs_of(entry, catalogs, kept, use_kept=use_kept)
         try:
             if plans and policy != "start":
-                plan = replan(plans, entry["step"], policy, then, section, batch_size, seed)
+                inputs = PlanInputs(then, section, batch_size, seed)
+                plan = replan(plans, entry["step"], policy, inputs)
             else:
                 plan = begin(then, section, batch_size, seed)
         except DataError:  # such as a score that was removed

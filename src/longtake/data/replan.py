@@ -16,23 +16,13 @@ from longtake.config import DataSection, Stage
 from longtake.data import plan as planning
 from longtake.data.buckets import BucketAssignment, Rows
 from longtake.data.catalog import Catalog
-from longtake.data.order import EpochSpan
-from longtake.data.plan import OpenEpoch, Part, Plan, StagePlan, Stream
-from longtake.data.stages import select
+from longtake.data.plan import OpenEpoch, Part, Plan, PlanInputs, StagePlan, Stream
 from longtake.errors import DataChangedError
 
 Policy = Literal["finish", "merge", "restart"]
 
 
-def replan(
-    plans: Sequence[Plan],
-    step: int,
-    policy: Policy,
-    catalogs: Mapping[str, Catalog],
-    data: DataSection,
-    batch_size: int,
-    seed: int,
-) -> Plan:
+def replan(plans: Sequence[Plan], step: int, policy: Policy, inputs: PlanInputs) -> Plan:
     """Make the data plan that replaces a run's newest plan from a global step on.
 
     `finish` ends open epochs as they were and begins the next ones on the new catalogs. `merge`
@@ -44,12 +34,11 @@ def replan(
         DataChangedError: the run's stage is gone, or a catalog's open epoch cannot be continued.
     """
     progress = _progress_by_stage(plans, step)
-    following = remaining_stages(plans, step, data)
-    context = _Context(len(plans), policy, catalogs, data, batch_size, seed)
+    context = _ChangedInputs(**vars(inputs), version=len(plans), policy=policy)
     stages: list[StagePlan] = []
     lengths: list[int | None] = []
     ended: dict[str, dict[str, int]] = {}
-    for stage in following:
+    for stage in remaining_stages(plans, step, inputs.data):
         taken_over, length, next_epochs = context.take_over(stage, progress.get(stage.name))
         if length is None or length > 0:
             stages.append(taken_over)
@@ -60,9 +49,8 @@ def replan(
         # Half of a ramp lies before the border, within what is left of the first stage.
         ramp = min(stages[1].section.ramp_steps, 2 * lengths[0])
         stages[1] = replace(stages[1], section=_with_ramp(stages[1].section, ramp))
-    return replace(
-        planning.assemble_plan(context.version, step, stages, batch_size, lengths), ended=ended
-    )
+    plan = planning.assemble_plan(context.version, step, stages, inputs.batch_size, lengths)
+    return replace(plan, ended=ended)
 
 
 # A stream with the number of its trained batches; or, without an open epoch, the next epoch.
@@ -124,25 +112,19 @@ def _with_ramp(stage: Stage, ramp_steps: int) -> Stage:
     return stage.model_copy(update={"ramp_steps": ramp_steps})
 
 
-@dataclass(frozen=True)
-class _Context:
-    """Arguments of `replan` that the plans of all stages need."""
+@dataclass(frozen=True, kw_only=True)
+class _ChangedInputs(PlanInputs):
+    """The inputs of a new plan, which takes over the stages of a run's earlier plans."""
 
-    version: int
+    version: int  # number of earlier plans
     policy: Policy
-    catalogs: Mapping[str, Catalog]
-    data: DataSection
-    batch_size: int
-    seed: int
 
     def take_over(
         self, stage: Stage, done: _StageProgress | None
     ) -> tuple[StagePlan, int | None, dict[str, int]]:
         """Plan the rest of a stage; return it, its number of steps, and catalogs' next epochs."""
         if done is None:
-            fresh = planning.fresh_stage(
-                stage, self.catalogs, self.data, self.batch_size, self.seed
-            )
+            fresh = self.fresh_stage(stage)
             return fresh, planning.stage_length(fresh), {}
         if done.steps:
             stage = _with_ramp(stage, 0)  # the ramp has begun too, and cannot be planned again
@@ -155,19 +137,16 @@ class _Context:
     def _continue_stage(
         self, stage: Stage, done: _StageProgress
     ) -> tuple[StagePlan, dict[str, int]]:
-        weights = planning.stage_weights(stage, self.catalogs, self.data)
-        self._refuse_unfinished(stage, done, weights)
-        selections = {source: select(self.catalogs[source], stage, self.data) for source in weights}
-        weights = planning.repeated_weights(weights, selections, stage, self.data)
-        streams, shares, dropped, next_epochs = [], [], {}, {}
-        for source, selection in selections.items():
+        self._refuse_unfinished(stage, done, self.stage_weights(stage))
+        streams, weights, dropped, next_epochs = [], [], {}, {}
+        for source, (selection, weight) in self.select(stage).items():
             before = done.streams.get(source)
             parts, next_epochs[source] = self._parts(source, stage, selection.members, before)
             if parts:
                 streams.append(Stream(stage.name, source, tuple(parts), next_epochs[source]))
-                shares.append(weights[source])
+                weights.append(weight)
                 dropped[source] = selection.dropped
-        return StagePlan(stage, tuple(streams), tuple(shares), dropped), next_epochs
+        return StagePlan(stage, tuple(streams), tuple(weights), dropped), next_epochs
 
     def _refuse_unfinished(
         self, stage: Stage, done: _StageProgress, sources: Collection[str]
@@ -207,10 +186,10 @@ class _Context:
             part = self._rest(source, stage, epoch, members, is_newest=is_newest)
             if part is not None:
                 parts.append(part)
-        epochs = planning.num_epochs(stage, source, self.data)
+        epochs = self.num_epochs(stage, source)
         left = None if epochs is None else epochs - following
         if left is None or left > 0:
-            span = self._epoch_span(stage, source, members, following, left)
+            span = self.epoch_span(stage, members, self._name(stage, source), following, left)
             parts.append(Part(span, members, self.catalogs[source]))
         return parts, following
 
@@ -239,22 +218,12 @@ class _Context:
             rest = _filtered(catalog, members, keep=left)
         if not len(rest):
             return None
-        span = self._epoch_span(stage, source, rest, epoch.epoch, 1)
+        span = self.epoch_span(stage, rest, self._name(stage, source), epoch.epoch, 1)
         return Part(span, rest, catalog, epoch.consumed, expected)
 
-    def _epoch_span(
-        self,
-        stage: Stage,
-        source: str,
-        members: BucketAssignment,
-        epoch: int,
-        num_epochs: int | None,
-    ) -> EpochSpan:
+    def _name(self, stage: Stage, source: str) -> str:
         # The version makes the new order of clips independent of the replaced plan's.
-        name, size = f"{stage.name}/{source}/{self.version}", stage.global_batch_size
-        size = size or self.batch_size
-        of_buckets = planning.own_batch_sizes(members.shapes, stage, self.batch_size)
-        return EpochSpan(members.sizes, size, self.seed, name, epoch, num_epochs, of_buckets)
+        return f"{stage.name}/{source}/{self.version}"
 
 
 def _begun(progress: _StreamProgress | None) -> tuple[list[OpenEpoch], int]:

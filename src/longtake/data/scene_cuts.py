@@ -20,9 +20,10 @@ from av.video.reformatter import Interpolation, VideoReformatter
 from numpy.typing import NDArray
 from pydantic import Field, TypeAdapter
 
-from longtake.data import decode, decode_limits, index, sources, stores, tables, tasks
+from longtake.data import decode, decode_limits, index, sources, stores, tables
 from longtake.data.catalog import Rejection
 from longtake.data.clip import Item, Media
+from longtake.data.tasks import ALL_CORES, Work, run_tasks
 from longtake.data.workers import SILENCE_SECONDS, ClipTask
 from longtake.errors import ClipError, DataError
 from longtake.formatting import plural
@@ -212,10 +213,7 @@ def write_scenes(
     *,
     threshold: float = THRESHOLD,
     min_seconds: float = MIN_SECONDS,
-    on: str | None = None,
-    workers: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    limits: decode_limits.Limits = decode_limits.DEFAULT,
+    work: Work = ALL_CORES,
 ) -> ScenesReport:
     """Write a table of the scenes of all videos: a row for each, with start and end in seconds.
 
@@ -227,10 +225,7 @@ def write_scenes(
         out: the CSV table to write. Paths below its folder are relative to it.
         threshold: see `find_scenes`.
         min_seconds: the length from which scenes are written.
-        on: where files are decoded; see `run_tasks`, also for `workers`.
-        workers: number of decoding processes.
-        progress: called with (files done, total files).
-        limits: limits of memory and time for decoding one file.
+        work: where files are decoded, and within which limits.
 
     Raises:
         DataError: a source cannot be read, no scene is found, or the table cannot be written.
@@ -244,7 +239,7 @@ def write_scenes(
     path = out.with_name(f".{out.name}.journal.jsonl")
     # "2" is the version of the search: scenes of another one are not used.
     journal = Journal(path, _ROW, header={"cuts": "2", "threshold": repr(threshold)})
-    scenes = _find_all(items, CutsTask(threshold, limits), journal, on, workers, progress)
+    scenes = _find_all(items, CutsTask(threshold, work.limits), journal, work)
     rejected = [index.rejection_of(each) for each in found.refused]
     for name, item in sorted(wholes.items()):
         # Relative paths, so that the table can move together with the films.
@@ -276,12 +271,7 @@ def write_scenes(
 
 
 def _find_all(
-    items: Sequence[Item],
-    task: CutsTask,
-    journal: Journal[Any],
-    on: str | None,
-    workers: int | None,
-    progress: Callable[[int, int], None] | None,
+    items: Sequence[Item], task: CutsTask, journal: Journal[Any], work: Work
 ) -> dict[str, Scenes | ClipError]:
     """Find the scenes of each video, by its name; videos in the journal are not decoded again."""
     stamps = {str(item.media): _stamp_text(item.media) for item in items}
@@ -291,15 +281,14 @@ def _find_all(
         if stamps.get(name) == stamp
     }
     new = [item for item in items if str(item.media) not in known]
-    with closing(tasks.run_tasks(task, new, on=on, workers=workers)) as results, journal:
+    with closing(run_tasks(task, new, work)) as results, journal:
         for number, result in results:
             name = str(new[number].media)
             known[name] = result
             # Errors are not kept: they may be of the moment, such as a timeout.
             if isinstance(result, Scenes):
                 journal.add((name, stamps[name], result.starts, result.end))
-            if progress is not None:
-                progress(len(known), len(items))
+            work.progress(len(known), len(items))
     return known
 
 

@@ -20,6 +20,7 @@ from pydantic import Field, TypeAdapter
 from longtake.data import buckets, content, decode_limits, duplicates, tasks
 from longtake.data.catalog import CLIP_SCHEMA, Catalog, Rejection
 from longtake.data.clip import Clip
+from longtake.data.tasks import ALL_CORES, Work
 from longtake.data.window import Crop, Window, read_window
 from longtake.data.workers import ClipTask, Task
 from longtake.errors import ClipError, DataError
@@ -93,14 +94,12 @@ def nouns(caption: str) -> list[str]:
     return found
 
 
-def nouns_of_all(
-    captions: Sequence[str], *, on: str | None = None, workers: int | None = None
-) -> Generator[float]:
-    """Yield the number of nouns in each caption; see `run_tasks` for `on` and `workers`."""
+def nouns_of_all(captions: Sequence[str], work: Work = ALL_CORES) -> Generator[float]:
+    """Yield the number of nouns in each caption."""
     chunks = [captions[start : start + _CHUNK] for start in range(0, len(captions), _CHUNK)]
-    if len(chunks) < 2 and on is None:
-        workers = 0  # starting a process takes longer
-    results = tasks.run_tasks(_TagTask(), chunks, on=on, workers=workers)
+    if len(chunks) < 2 and work.on is None:
+        work = tasks.HERE  # starting a process takes longer
+    results = tasks.run_tasks(_TagTask(), chunks, work)
     with closing(tasks.in_order(results)) as results_in_order:
         for counts in results_in_order:
             yield from counts
@@ -244,8 +243,7 @@ def _find(by: str, folder: str) -> Callable[[Clip], Any]:
         raise DataError(
             f"The score {by} was not found: {module_name} has no function {function_name!r}.{hint}"
         )
-    function: Callable[[Clip], Any] = found
-    return function
+    return found
 
 
 SCORES = {
@@ -256,7 +254,6 @@ SCORES = {
 }
 """Built-in scores of clips by name, and what each one counts."""
 
-_Progress = Callable[[int, int], None]
 _ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(tuple[Count, float])
 _HASHES_ROW: TypeAdapter[tuple[int, float | str]] = TypeAdapter(
     tuple[Count, Annotated[str, Field(pattern="^([0-9a-f]{64})*$")]]
@@ -294,16 +291,11 @@ def score(
     by: str,
     *,
     name: str | None = None,
-    on: str | None = None,
-    workers: int | None = None,
     out: Path | None = None,
-    progress: _Progress | None = None,
-    memory_gib: float = decode_limits.MEMORY_GIB,
     distance: int = duplicates.DISTANCE,
+    work: Work = ALL_CORES,
 ) -> Scored:
     """Add a score to all clips of a catalog, or replace the attribute of that name.
-
-    The values do not depend on where clips are scored (`on` and `workers`: see `run_tasks`).
 
     Args:
         catalog: the clips; it is not changed.
@@ -311,13 +303,11 @@ def score(
             number, NaN for unknown. Without `on` it is called in this process. The module is
             searched where Python searches, and then in the working directory.
         name: name of the attribute; by default that of the score or function.
-        on: cluster on which clips are tagged or decoded.
-        workers: number of processes.
         out: the catalog that will be written. Results are kept beside it for an interrupted call,
             until `Scored.settle` removes them. None keeps nothing.
-        progress: called with (clips done, total clips).
-        memory_gib: memory for decoding one clip; the score of a clip that needs more is unknown.
         distance: for `duplicates`: number of bits in which two similar frames may differ.
+        work: where clips are tagged or decoded; the score of one that exceeds its limits is
+            unknown.
 
     Raises:
         DataError: there is no such score or function, the name cannot be an attribute's, the
@@ -345,7 +335,7 @@ def score(
     # An interrupted call resumes: only rows that the journal lacks are scored.
     rows = [row for row in range(len(catalog)) if row not in known]
     with (
-        closing(_results(catalog, rows, by, own, memory_gib, on, workers)) as results,
+        closing(_results(catalog, rows, by, own, work)) as results,
         journal or nullcontext(),
     ):
         for done, (row, result) in enumerate(zip(rows, results, strict=True), len(known) + 1):
@@ -356,8 +346,7 @@ def score(
                 known[row] = result
                 if journal:
                     journal.add((row, result))
-            if progress:
-                progress(done, len(catalog))
+            work.progress(done, len(catalog))
     values, groups = np.full(len(catalog), np.nan), tuple[NDArray[np.int64], ...]()
     if is_hashed:
         found = duplicates.group(catalog, {row: str(text) for row, text in known.items()}, distance)
@@ -369,27 +358,20 @@ def score(
 
 
 def _results(
-    catalog: Catalog,
-    rows: Sequence[int],
-    by: str,
-    own: OwnScore | None,
-    memory_gib: float,
-    on: str | None,
-    workers: int | None,
+    catalog: Catalog, rows: Sequence[int], by: str, own: OwnScore | None, work: Work
 ) -> Generator[float | str | ClipError]:
     """Yield the score of the clip in each row, or the hashes of its frames for `duplicates`."""
     if by == "nouns":
         captions = catalog.captions()
-        return nouns_of_all([captions[row] for row in rows], on=on, workers=workers)
-    if own and on is None:
-        workers = 0  # a user's function may not work in another process
-    limits = decode_limits.Limits(memory_gib)
-    task: Task[Clip, Any] = own or MotionScore(limits)
+        return nouns_of_all([captions[row] for row in rows], work)
+    if own and work.on is None:
+        work = tasks.HERE  # a user's function may not work in another process
+    task: Task[Clip, Any] = own or MotionScore(work.limits)
     if by == "duplicates":
-        task = duplicates.HashTask(limits)
+        task = duplicates.HashTask(work.limits)
     # Iterating over all clips is faster than asking for each row.
     clips = catalog.clips() if len(rows) == len(catalog) else (catalog.clip(row) for row in rows)
-    return tasks.in_order(tasks.run_tasks(task, clips, on=on, workers=workers))
+    return tasks.in_order(tasks.run_tasks(task, clips, work))
 
 
 def _own(by: str) -> OwnScore:

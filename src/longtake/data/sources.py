@@ -11,7 +11,7 @@ import tarfile
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, Self
 
@@ -33,22 +33,22 @@ _MAX_TEXT_BYTES = 2**20  # size of a caption, a .json, or a header that names a 
 _END_BYTES = 2**20  # padding after the last member of a tar
 
 
-@dataclass(frozen=True)
+@dataclass
 class FoundMedia:
     """Videos and images that were found in the sources to index, and everything left out."""
 
-    items: MediaList  # sorted, without duplicates
-    folders: list[Path]  # absolute paths of the searched folders, and of the folders of named files
-    refused: list[ClipError]  # tars that cannot be read
-    passed_over: Counter[str]  # number of files in the searched folders by unknown ending
-    unreadable: list[ClipError]  # folders that cannot be searched
-    notes: list[str]  # sentences about what may be captions and is not read
+    items: MediaList = field(default_factory=MediaList)  # sorted, without duplicates
+    # Absolute paths of the searched folders, and of the folders of named files.
+    folders: list[Path] = field(default_factory=list)
+    refused: list[ClipError] = field(default_factory=list)  # tars that cannot be read
+    # Number of files in the searched folders by unknown ending.
+    passed_over: Counter[str] = field(default_factory=Counter)
+    unreadable: list[ClipError] = field(default_factory=list)  # folders that cannot be searched
+    notes: list[str] = field(default_factory=list)  # about what may be captions and is not read
 
 
 def find(
-    sources: Sequence[Path],
-    conditioning: Sequence[str] = (),
-    extracted: Path | None = None,
+    sources: Sequence[Path], conditioning: Sequence[str] = (), extracted: Path | None = None
 ) -> FoundMedia:
     """Find the videos and images that sources name, with their captions and scores.
 
@@ -60,72 +60,62 @@ def find(
     Raises:
         DataError: a source cannot be read, or nothing is found.
     """
-    folders, items, tars = list[Path](), MediaList(), set[Path]()
-    passed_over, refused, unreadable = Counter[str](), list[ClipError](), list[ClipError]()
-    notes = list[str]()
+    found, tars = FoundMedia(), set[Path]()
 
     def mentions(source: Path) -> Iterator[Item]:
         if (url := stores.url_of(source)) is not None:
-            yield from _find_in_store(url, conditioning, refused, passed_over, notes)
+            yield from _find_in_store(url, conditioning, found)
             return
-        folders.append(_folder_of(source))
-        files: Iterable[Path] = [folders[-1] / source.name]
-        is_named = not source.is_dir()
-        if not is_named:
-            files = _search(folders[-1], passed_over, unreadable)
+        folder, is_named = _folder_of(source), not source.is_dir()
+        found.folders.append(folder)
+        files: Iterable[Path] = [folder / source.name] if is_named else _search(folder, found)
         for file in files:
             suffix = file.suffix.lower()
             if suffix == _TAR:
                 tars.add(file)
             elif suffix in tables.LISTING_SUFFIXES:
                 yield from tables.read_listing(
-                    file, conditioning, extracted, is_named=is_named, notes=notes
+                    file, conditioning, extracted, is_named=is_named, notes=found.notes
                 )
             else:
                 yield Item(Media(str(file)))
 
     for source in sources:
-        items.add(mentions(source))
+        found.items.add(mentions(source))
     # Tars last: their members are read at once, and an unreadable one is only refused itself.
     for tar in sorted(tars):
         try:
-            items.add(read_tar(tar, conditioning, notes))
+            found.items.add(read_tar(tar, conditioning, found.notes))
         except ClipError as error:
-            refused.append(error)
-    items.settle()
-    if not len(items) and not refused:
+            found.refused.append(error)
+    found.items.settle()
+    if not len(found.items) and not found.refused:
         where = ", ".join(str(source) for source in sources) or "no folder at all"
         raise DataError(
             f"No video or image was found. Looked in: {where}; for files that end in "
             f"{' '.join((*MEDIA_SUFFIXES, _TAR))}. Name a folder that holds some."
-            + "".join(f" {each}" for each in describe_ignored(passed_over, unreadable))
+            + "".join(f" {each}" for each in describe_ignored(found.passed_over, found.unreadable))
         )
-    _refuse_wrong_columns(items, conditioning)
-    folders = list(dict.fromkeys(folders))
-    return FoundMedia(items, folders, refused, passed_over, unreadable, notes)
+    _refuse_wrong_columns(found.items, conditioning)
+    found.folders = list(dict.fromkeys(found.folders))
+    return found
 
 
-def _find_in_store(
-    url: str,
-    conditioning: Sequence[str],
-    refused: list[ClipError],
-    passed_over: Counter[str],
-    notes: list[str],
-) -> Iterator[Item]:
+def _find_in_store(url: str, conditioning: Sequence[str], found: FoundMedia) -> Iterator[Item]:
     """Yield the media below a prefix of an object store, in its tars and tables, with captions."""
     objects = stores.find_objects(url)
     # One listing answers all questions about files beside clips: requests are slow.
     by_name = {str(each): each for each in objects}
-    texts = _texts_in_store(by_name, refused)
-    faulty = {error.path for error in refused}
+    texts = _texts_in_store(by_name, found.refused)
+    faulty = {error.path for error in found.refused}
     for media in objects:
         suffix = PurePath(media.path).suffix.lower()
         beside = _captions_beside(media, by_name, asks=media.path == url)
         if suffix == _TAR:
             try:
-                yield from read_tar(media, conditioning, notes)
+                yield from read_tar(media, conditioning, found.notes)
             except ClipError as error:
-                refused.append(error)
+                found.refused.append(error)
         elif is_media(media.path):
             if str(media) not in faulty:
                 yield Item(media, texts.get(str(media)))
@@ -138,10 +128,10 @@ def _find_in_store(
                     Path(folder, PurePath(each.path).name).write_bytes(stores.read_object(each))
                 table = Path(folder, PurePath(media.path).name)
                 yield from tables.read_listing(
-                    table, conditioning, at=media.path, known=by_name, notes=notes
+                    table, conditioning, at=media.path, known=by_name, notes=found.notes
                 )
         elif suffix not in _BESIDE:
-            passed_over[suffix or "no ending"] += 1
+            found.passed_over[suffix or "no ending"] += 1
 
 
 def _captions_beside(
@@ -207,10 +197,10 @@ def _folder_of(source: Path) -> Path:
     )
 
 
-def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]) -> Iterator[Path]:
+def _search(folder: Path, found: FoundMedia) -> Iterator[Path]:
     """Yield the paths of media, tars and tables in a folder and its subfolders.
 
-    Ignored files are counted by ending in `passed_over`.
+    Ignored files are counted by ending in `found`.
     """
     # A list instead of recursion, because folders may be nested deeply.
     waiting = [folder]
@@ -234,9 +224,9 @@ def _search(folder: Path, passed_over: Counter[str], unreadable: list[ClipError]
                     ):
                         yield parent / name
                     elif suffix not in _BESIDE:
-                        passed_over[suffix or "no ending"] += 1
+                        found.passed_over[suffix or "no ending"] += 1
         except OSError as error:
-            unreadable.append(ClipError(str(parent), error.strerror or str(error)))
+            found.unreadable.append(ClipError(str(parent), error.strerror or str(error)))
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

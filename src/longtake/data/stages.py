@@ -111,11 +111,9 @@ def values(catalog: Catalog, name: str, data: DataSection) -> NDArray[Any]:
             )
         name = data.difficulty or scores[0]
     if name == "aspect":
-        ratio: NDArray[np.float64] = catalog.column("width") / catalog.column("height")
-        return ratio
+        return catalog.column("width") / catalog.column("height")
     if name in _TEXTS:
-        texts: NDArray[Any] = catalog.table[name].to_numpy()
-        return texts
+        return catalog.table[name].to_numpy()
     if name in (*_NUMBERS, *catalog.attribute_names):
         return catalog.column(name)
     known = ", ".join([*_NUMBERS, "aspect", *_TEXTS, *catalog.attribute_names])

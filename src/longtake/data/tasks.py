@@ -13,7 +13,7 @@ import socket
 import time
 import warnings
 from collections import Counter, deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
@@ -25,6 +25,7 @@ from types import ModuleType
 from typing import Any, Generic, NamedTuple
 
 from longtake import fsio, process
+from longtake.data.decode_limits import DEFAULT, Limits
 from longtake.data.workers import Item, Result, Task, WorkerPool
 from longtake.errors import DataError, LongtakeError
 from longtake.formatting import first_line, one_line
@@ -50,12 +51,29 @@ _INSTALL = (
 )
 
 
+@dataclass(frozen=True)
+class Work:
+    """Where the items of a task are worked on, with which limits, and who is told of progress.
+
+    Results do not depend on it, unless an item exceeds the limits.
+    """
+
+    on: str | None = None
+    """None for processes of this machine; `ray` or `ray://HOST:PORT` for a cluster."""
+    workers: int | None = None
+    """Number of processes; by default one for each core. 0 uses this process, which a hostile file
+    can then hang or crash."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Called with (items done, total items)."""
+    limits: Limits = DEFAULT
+    """Limits for decoding one file; an item that needs more fails."""
+
+
+ALL_CORES, HERE = Work(), Work(workers=0)
+
+
 def run_tasks(
-    task: Task[Item, Result],
-    items: Iterable[Item],
-    *,
-    on: str | None = None,
-    workers: int | None = None,
+    task: Task[Item, Result], items: Iterable[Item], work: Work = ALL_CORES
 ) -> Generator[tuple[int, Result]]:
     """Run a task on items and yield (number, result) of each in the order of completion.
 
@@ -65,21 +83,20 @@ def run_tasks(
     Args:
         task: the work; it is pickled for other processes.
         items: the inputs; each is pickled too.
-        on: None for processes of this machine; `ray` or `ray://HOST:PORT` for a cluster.
-        workers: number of processes; by default one for each core. 0 uses this process.
+        work: place and number of the processes.
 
     Raises:
         DataError: the cluster cannot be reached, or no worker can be started.
     """
-    if on is not None:
-        with connected(on) as ray:
+    if work.on is not None:
+        with connected(work.on) as ray:
             assert ray
-            yield from _RayRun(ray, task, workers).run(items)
-    elif workers == 0:
+            yield from _RayRun(ray, task, work.workers).run(items)
+    elif work.workers == 0:
         for number, item in enumerate(items):
             yield number, task.do(item, lambda: None)
     else:
-        yield from _run_in_processes(task, items, workers or process.num_cores())
+        yield from _run_in_processes(task, items, work.workers or process.num_cores())
 
 
 def in_order(results: Generator[tuple[int, Result]]) -> Generator[Result]:
@@ -129,7 +146,7 @@ def connected(on: str | None) -> Iterator[ModuleType | None]:
     connected, and None is yielded.
 
     Args:
-        on: cluster to connect to, as for `run_tasks`.
+        on: cluster to connect to, as `Work.on`.
 
     Raises:
         DataError: `on` names no cluster, Ray is not installed, or the cluster cannot be reached.

@@ -17,6 +17,7 @@ from rich.console import Console
 from longtake import config, errors, heartbeat, progress
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
+from longtake.data.tasks import Work
 from longtake.demo import oracle, report, shapes
 from longtake.process import program, start
 from longtake.run_dir import RunDirectory
@@ -181,7 +182,7 @@ def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
             folder, NUM_CLIPS, seed, lambda done: advance(done, NUM_CLIPS)
         )
     with progress.counted(console, "index clips") as advance:
-        index([folder], captions=captions, out=catalog, progress=advance)
+        index([folder], captions=captions, out=catalog, work=Work(progress=advance))
     folder = catalog.parent / f"held_out_{seed}"
     captions = shapes.write_clips(folder, NUM_HELD_OUT_CLIPS, seed, held_out=True)
     index([folder], captions=captions, out=catalog.with_name("held_out.parquet"))

@@ -123,8 +123,7 @@ def coverage(
         case _:
             raise AssertionError(shape)
     # A pixel's coverage is close to linear in the edge's distance from its centre.
-    covered: NDArray[np.float64] = np.clip(0.5 - distance, 0.0, 1.0)
-    return covered
+    return np.clip(0.5 - distance, 0.0, 1.0)
 
 
 def render(shape: str, colour: str, direction: str, rng: np.random.Generator) -> NDArray[np.uint8]:

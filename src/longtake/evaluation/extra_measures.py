@@ -93,7 +93,8 @@ def measure_extra(
     """Return the values of a further measure: a dict for each video, and one for all together."""
     try:
         found: Any = extra(videos, prompts, fps)
-        is_single = found is None or not hasattr(found, "__len__")
+        # Tensors and arrays of no dimension have `__len__`, but are single numbers.
+        is_single = not hasattr(found, "__len__") or getattr(found, "ndim", 1) == 0
         # None, where a measure is not defined, is left out like NaN.
         answers = [found] if is_single else found
         values = [math.nan if each is None else float(each) for each in answers]

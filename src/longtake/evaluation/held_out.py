@@ -221,5 +221,4 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> list[
     masked = [each.loss_weights for each in batch if each.loss_weights is not None]
     weights = torch.cat(masked).to(device) if masked else None
     examples = FlowBatch(latents, noise, sigmas, inputs, weights)
-    losses: list[float] = flow_losses(parts, examples, sampler.precision, device).tolist()
-    return losses
+    return flow_losses(parts, examples, sampler.precision, device).tolist()

@@ -236,8 +236,7 @@ def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
 
 
 def _blurred(values: Pixels) -> Pixels:
-    blurred: Pixels = ndimage.uniform_filter(values, _WINDOW, mode="nearest")
-    return blurred
+    return ndimage.uniform_filter(values, _WINDOW, mode="nearest")
 
 
 @dataclass(frozen=True)

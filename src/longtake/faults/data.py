@@ -15,6 +15,7 @@ from longtake.data import ledger
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
 from longtake.data.plan_history import compare
+from longtake.data.tasks import HERE
 from longtake.demo.shapes import write_clips
 from longtake.errors import RunError
 from longtake.faults.expect import BITWISE, Evidence, clips_at, identities_of
@@ -85,7 +86,7 @@ def data_shrunk(site: TrainingSite, evidence: Evidence) -> None:
 def data_swapped(site: TrainingSite, evidence: Evidence) -> None:
     old, folder = site.catalog(), site.folder / "data" / "other_clips"
     captions = write_clips(folder, NUM_CLIPS, seed=1)  # the old clips stay where they are
-    index([folder], captions=captions, out=site.catalog_path, workers=0)
+    index([folder], captions=captions, out=site.catalog_path, work=HERE)
     _resume_by_policy(evidence, old, "finish")
 
 

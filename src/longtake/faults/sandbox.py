@@ -26,6 +26,7 @@ from rich.console import Console
 from longtake import errors, fsio, heartbeat, stacks
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 from longtake.demo.shapes import write_clips
 from longtake.faults.faulty_processes import Hang, read_hang
 from longtake.node_dir import NodeDirectory, NodeEventKind
@@ -398,7 +399,7 @@ class TrainingSite:
 
     def index(self) -> None:
         captions = self.clips / "captions.jsonl"
-        index([self.clips], captions=captions, out=self.catalog_path, workers=0)
+        index([self.clips], captions=captions, out=self.catalog_path, work=HERE)
 
     def copied_to(self, folder: Path) -> "TrainingSite":
         shutil.copytree(self.folder, folder, symlinks=True)

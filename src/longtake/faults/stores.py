@@ -14,6 +14,7 @@ from pathlib import Path
 from longtake import fsio, node_dir
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
+from longtake.data.tasks import HERE
 from longtake.faults.expect import BITWISE, Evidence
 from longtake.faults.registry import NotPossibleHereError, fault
 from longtake.faults.sandbox import TrainingSite
@@ -113,7 +114,7 @@ def _clips_in_store(site: TrainingSite) -> Iterator[LoopbackStore]:
             writer.writerow(("path", "caption"))
             for clip in Catalog.load(site.catalog_path).clips():
                 writer.writerow((f"{store.address}/{Path(clip.path).name}", clip.caption))
-        index([table], captions=None, out=site.catalog_path, workers=0)
+        index([table], captions=None, out=site.catalog_path, work=HERE)
         yield store
     finally:
         if not store.is_gone:

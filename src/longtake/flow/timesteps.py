@@ -152,8 +152,7 @@ def stretched_logit_normal(
 
     def share_below(stretched: Tensor) -> Tensor:
         sigmas = (first + stretched * (last - first)).clamp(0, 1)
-        share: Tensor = torch.special.ndtr((torch.logit(sigmas) - mean) / std)
-        return share
+        return torch.special.ndtr((torch.logit(sigmas) - mean) / std)
 
     wanted = uniform.double()
     low, high = torch.zeros_like(wanted), torch.ones_like(wanted)

@@ -166,8 +166,7 @@ class StepRows:
     def have_update(self) -> NDArray[np.bool_]:
         rates = self.column("rate")
         is_measured = rates >= _MIN_RATE_SHARE * rates.max(initial=0.0)
-        found: NDArray[np.bool_] = is_measured & (self.updates.max(axis=1) > 0)
-        return found
+        return is_measured & (self.updates.max(axis=1) > 0)
 
     @property
     def num_finding_rate(self) -> int:
@@ -188,8 +187,7 @@ class StepRows:
         return _BLOCK * int((least_growth <= _GROWS).argmax())
 
     def have_verdict(self, kind: str) -> NDArray[np.bool_]:
-        found: NDArray[np.bool_] = self.column("kind") == _VERDICT_KINDS.index(kind)
-        return found
+        return self.column("kind") == _VERDICT_KINDS.index(kind)
 
 
 def medians(values: Numbers) -> Numbers:

@@ -142,8 +142,7 @@ def _off(
     aspects = np.log(catalog.column("width") / catalog.column("height"))
     wanted = np.log([shape.width / shape.height for shape in shapes])
     # Rounded, so that a minute difference does not make another bucket the closer one.
-    off: NDArray[np.float64] = np.round(np.abs(aspects - wanted[bucket]), 2)
-    return off
+    return np.round(np.abs(aspects - wanted[bucket]), 2)
 
 
 def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -> dict[str, Any]:

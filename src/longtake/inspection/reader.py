@@ -177,8 +177,7 @@ class RunReader:
         known = self._kept.get(what)
         if known is None or known[0] != version:
             known = self._kept[what] = version, read()
-        value: T = known[1]
-        return value
+        return known[1]
 
 
 class RunList:

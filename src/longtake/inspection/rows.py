@@ -147,8 +147,7 @@ class MetricRows:
         return np.where(is_absent, np.array(np.nan, values.dtype), values)
 
     def is_recorded(self, name: str) -> NDArray[np.bool_]:
-        recorded: NDArray[np.bool_] = self.raw_column(name) != ABSENT
-        return recorded
+        return self.raw_column(name) != ABSENT
 
     @property
     def step(self) -> Column:

@@ -341,8 +341,7 @@ def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
     if len(parts) > 1:
         values = np.concatenate(parts)
         rows.reduced[("smoothed", decay)] = values, total, weight
-    smoothed: NDArray[np.float64] = values
-    return smoothed
+    return values
 
 
 def _decaying_sum(values: NDArray[np.float64], decay: float, before: float) -> NDArray[np.float64]:
@@ -358,5 +357,4 @@ def _decaying_sum(values: NDArray[np.float64], decay: float, before: float) -> N
     if len(blocks) > 1:
         carried = np.append(before, _decaying_sum(inside[:-1, -1], decay**size, before))
     inside += carried[:, None] * decay ** np.arange(1, size + 1)
-    summed: NDArray[np.float64] = inside.reshape(-1)[: len(values)]
-    return summed
+    return inside.reshape(-1)[: len(values)]

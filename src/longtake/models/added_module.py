@@ -113,8 +113,7 @@ def build_module(
             )
     needed = {argument: sizes[argument] for argument in arguments if argument in sizes}
     values = needed | section.options
-    built: nn.Module = pretrained.construct(f"{key}.options", module_class, values)
-    return built
+    return pretrained.construct(f"{key}.options", module_class, values)
 
 
 def block_names(
@@ -402,8 +401,7 @@ class _ModulesAroundAttention(AttentionMode):
                 f"The added modules ({', '.join(forward.attending)}) returned {shape} around "
                 f"{name} of block {forward.name}; expected the query's shape {list(query.shape)}."
             )
-        attended: Tensor = mixed
-        return attended
+        return mixed
 
 
 def _attend_within(

@@ -509,5 +509,4 @@ def _own_family(path: str) -> Family:
     if missing or methods:
         listed = ", ".join([*sorted(missing), *sorted(f"{name}()" for name in methods)])
         raise RecipeError(f"model.family {path!r} lacks {listed}. {advice}")
-    own: Family = family_class()
-    return own
+    return family_class()

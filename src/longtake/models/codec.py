@@ -123,8 +123,7 @@ class _Autoencoder:
         encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
         # Not a sample of the posterior: a clip's latents are then equal in every epoch and in a
         # cache.
-        mode: Tensor = encoded.latent_dist.mode().float()
-        return mode
+        return encoded.latent_dist.mode().float()
 
     def _decoded(self, raw: Tensor, *, tiles: bool) -> Tensor:
         """Decode latents in the autoencoder's own scale to uint8 pixels."""
@@ -466,8 +465,7 @@ def _build(
         with torch.device("meta" if outlined else "cpu"):
             autoencoder = pretrained.construct("codec.config", autoencoder_class, values)
     numerics.keep_weights_in(autoencoder, dtype)
-    codec: Codec = codec_class(autoencoder, where is not None)
-    return codec
+    return codec_class(autoencoder, where is not None)
 
 
 def _per_channel(config: Any, name: str) -> Tensor:

@@ -134,8 +134,7 @@ def build_transformer(
                 f"The transformer's {name} is {model.config[name]}, but codec and text encoder "
                 f"give {expected}. Use the codec and text encoder that belong to it."
             )
-    built: nn.Module = model
-    return built
+    return model
 
 
 def on_meta(model_class: Any, where: str, subfolder: str) -> nn.Module:

@@ -370,8 +370,7 @@ def _forward(
 def _refine(embedder: Any, text: Tensor, timestep: Tensor, known: Tensor | None) -> Tensor:
     """Refine embedded text [B, T, D] as the context embedder does, masking padding as keys."""
     if known is None:
-        refined: Tensor = embedder(text, timestep)
-        return refined
+        return embedder(text, timestep)
     weights = known[..., None].float()
     pooled = ((text * weights).sum(dim=1) / weights.sum(dim=1)).to(text.dtype)
     temb = embedder.time_text_embed(timestep, pooled)

@@ -47,7 +47,7 @@ class FrozenLinear(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         given = _as_autocast_has_it(inputs)
-        return _FrozenProduct.apply(given, self)  # type: ignore[no-any-return, no-untyped-call]
+        return _FrozenProduct.apply(given, self)  # type: ignore[no-untyped-call]
 
 
 def _as_autocast_has_it(inputs: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class QuantizedLinear(FrozenLinear):
         if not torch.compiler.is_compiling():
             return super().forward(inputs)
         given = _as_autocast_has_it(inputs), self.stored(), self.bias, self.kind, self.out_features
-        return _compiled_product(*given)  # type: ignore[no-any-return]
+        return _compiled_product(*given)
 
 
 def _dequantized(

@@ -108,8 +108,7 @@ def _resize(picture: Tensor, area: int) -> Image.Image:
 
     image = diffusers_family.to_image(picture)
     size = _resized_size((image.height, image.width), area)
-    resized: Image.Image = VaeImageProcessor().resize(image, *size)
-    return resized
+    return VaeImageProcessor().resize(image, *size)
 
 
 def _resized_size(size: tuple[int, int], area: int) -> tuple[int, int]:

@@ -160,7 +160,7 @@ class _EncoderSpec:
     part: pretrained.PipelinePart  # the family's
     special: tuple[str, ...]  # tokens of a vocabulary of words, in the order of their ids
     dtype: torch.dtype
-    reads_captions: bool = True  # False: another part of the pipeline, such as an image encoder
+    is_further: bool = False  # one of `FrozenParts.further`, which only the family calls
 
 
 class _Encoder:
@@ -170,11 +170,11 @@ class _Encoder:
         self.module = module.eval().requires_grad_(False)
         self.tokenizer = tokenizer
         self.part = spec.part
-        self.reads_captions = spec.reads_captions
+        self.is_further = spec.is_further
         self.max_tokens = spec.section.num_tokens()
         self._is_pretrained = spec.section.pretrained is not None
-        # An encoder of pictures has neither a limit of tokens nor a vocabulary.
-        if not spec.reads_captions:
+        # It has neither a limit of tokens nor a vocabulary that a recipe could set.
+        if spec.is_further:
             return
         # After `requires_grad_(False)` above: only frozen layers are quantised.
         if spec.section.quantize != "none":
@@ -220,7 +220,7 @@ class TransformersText:
     ) -> None:
         self._family, self._encoders = family, encoders
         self._processors = dict(processors or {})  # by their folders
-        first, *others = (each for each in encoders if each.reads_captions)
+        first, *others = (each for each in encoders if not each.is_further)
         self.encoder, self.tokenizer = first.module, first.tokenizer
         self.max_tokens, self.embed_dim = first.max_tokens, first.width
         self.pooled_dim: int | None = others[0].width if others else None
@@ -282,7 +282,7 @@ class TransformersText:
 
     def run_longest(self, pictures: Sequence[tuple[int, int]] = ()) -> None:
         more = self._picture_tokens(pictures)
-        lengths = {e.part.folder: e.max_tokens + more for e in self._encoders if e.reads_captions}
+        lengths = {e.part.folder: e.max_tokens + more for e in self._encoders if not e.is_further}
         self._family.text.run(self._modules(), lengths)
 
     def _picture_tokens(self, pictures: Sequence[tuple[int, int]]) -> int:
@@ -408,9 +408,8 @@ def _specs(section: TextSection, parts: pretrained.FrozenParts) -> list[_Encoder
     if section.pretrained is not None:
         for part in parts.further:
             if releases.has_part(section.pretrained, part):
-                # False also for a ByT5, which reads captions: its family calls it, with a length of
-                # its own.
-                specs += [_EncoderSpec("text", section, part, (), dtype, reads_captions=False)]
+                # Also a ByT5, which reads captions: its family calls it, with a length of its own.
+                specs += [_EncoderSpec("text", section, part, (), dtype, is_further=True)]
     return specs
 
 

@@ -222,8 +222,7 @@ def merge(model: nn.Module) -> None:
 
 def _lora_update(layer: Any) -> Tensor:
     a, b = layer.lora_A[ADAPTER].weight.float(), layer.lora_B[ADAPTER].weight.float()
-    update: Tensor = layer.scaling[ADAPTER] * (b @ a)
-    return update
+    return layer.scaling[ADAPTER] * (b @ a)
 
 
 @torch.no_grad()
@@ -236,8 +235,7 @@ def dora_norm_ratio(layer: Any) -> Tensor:
     """
     weight: Tensor = layer.get_base_layer().weight.float()
     changed = weight + _lora_update(layer)
-    ratio: Tensor = weight.norm(dim=1) / changed.norm(dim=1)
-    return ratio
+    return weight.norm(dim=1) / changed.norm(dim=1)
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -110,8 +110,7 @@ class Tubelet(Family):
     def predict_velocity(
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
-        velocity: Tensor = model(noisy_latents, sigmas, conditioning["token_ids"])
-        return velocity
+        return model(noisy_latents, sigmas, conditioning["token_ids"])
 
     def export(self, *_: Any, **__: Any) -> None:
         raise RecipeError(
@@ -234,8 +233,7 @@ class TubeletTransformer(nn.Module):
 
     def _call(self, block: nn.Module, *inputs: Tensor) -> Tensor:
         call = self.block_caller if torch.is_grad_enabled() else None
-        tokens: Tensor = block(*inputs) if call is None else call(block, *inputs)
-        return tokens
+        return block(*inputs) if call is None else call(block, *inputs)
 
 
 class Block(nn.Module):
@@ -264,8 +262,7 @@ class Block(nn.Module):
         tokens = tokens + (self.residual_gate + attention_gate) * self.attention(modulated)
         modulated = _normalise(tokens) * (1 + mlp_scale) + mlp_shift
         inner = F.relu(self.mlp_in(modulated)).square()
-        moved: Tensor = tokens + (self.residual_gate + mlp_gate) * self.mlp_out(inner)
-        return moved
+        return tokens + (self.residual_gate + mlp_gate) * self.mlp_out(inner)
 
 
 class Attention(nn.Module):
@@ -293,8 +290,7 @@ class Attention(nn.Module):
             mixed = (query @ key.mT).softmax(dim=-1).to(value.dtype) @ value
         if self.sharing is not None:
             mixed = self.sharing.to_tokens(mixed[None])[0]
-        out: Tensor = self.to_out(mixed.transpose(1, 2).reshape(num_clips, num_tokens, width))
-        return out
+        return self.to_out(mixed.transpose(1, 2).reshape(num_clips, num_tokens, width))
 
 
 class Condition(nn.Module):
@@ -313,12 +309,10 @@ class Condition(nn.Module):
         frequencies = torch.logspace(0, 3, half, device=sigmas.device, dtype=torch.float32)
         angles = sigmas.float()[:, None] * frequencies
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1)
-        level: Tensor = self.noise_out(F.silu(self.noise_in(waves.to(self.noise_in.weight.dtype))))
-        return level
+        return self.noise_out(F.silu(self.noise_in(waves.to(self.noise_in.weight.dtype))))
 
     def of_caption(self, words: Tensor) -> Tensor:
-        pooled: Tensor = self.caption_out(_normalise(words.mean(dim=1)))
-        return pooled
+        return self.caption_out(_normalise(words.mean(dim=1)))
 
 
 def _normalise(tokens: Tensor) -> Tensor:

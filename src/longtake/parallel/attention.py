@@ -139,10 +139,9 @@ def attend(
 ) -> Tensor:
     """Compute attention [B, H, T, d] by one of torch's kernels."""
     obtain = THIS_THREAD.obtain if torch.is_grad_enabled() else None
-    attended: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]
+    return _Attention.apply(  # type: ignore[no-untyped-call]
         kernel, scores, obtain or (lambda compute: compute()), query, key, value
     )
-    return attended
 
 
 class _Attention(torch.autograd.Function):
@@ -164,8 +163,7 @@ class _Attention(torch.autograd.Function):
         ctx.numbers = [None if isinstance(each, Tensor) else each for each in made]
         tensors = (each if isinstance(each, Tensor) else None for each in made)
         ctx.save_for_backward(query, key, value, scores.bias, *tensors)
-        output: Tensor = made[0]
-        return output
+        return made[0]
 
     @staticmethod
     @once_differentiable

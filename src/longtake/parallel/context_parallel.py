@@ -137,8 +137,7 @@ class TokenSharing:
         # Compiled code calls the whole ring as one operation.
         if torch.compiler.is_compiling():
             rank, group = self.rank // size, self._ring
-            attended: Tensor = ring.ring_attention(query, key, value, scale, rank, counts, group)[0]
-            return attended
+            return ring.ring_attention(query, key, value, scale, rank, counts, group)[0]
         kernel = ring.choose_kernel(query, key, value, how)
         around = ring.Ring(self.rank // size, counts, self._begin_exchange)
         scores = attention.ScoreTerms(None, False, scale)
@@ -177,8 +176,7 @@ class TokenExchange(TokenSharing):
     ) -> Tensor:
         refuse_failed_peers()
         there = all_to_all_single_autograd(tensor.contiguous(), received, sent, self._groups[among])
-        exchanged: Tensor = wait_tensor(there)  # type: ignore[no-untyped-call]
-        return exchanged
+        return wait_tensor(there)  # type: ignore[no-untyped-call]
 
 
 def compute_once(

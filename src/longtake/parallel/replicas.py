@@ -82,8 +82,7 @@ def replica_groups(world: World) -> list[list[int]]:
         return []
     assert world.mesh is not None
     ranks = world.mesh.mesh
-    by_position: list[list[int]] = (ranks[:, None] if ranks.ndim == 1 else ranks).T.tolist()
-    return by_position
+    return (ranks[:, None] if ranks.ndim == 1 else ranks).T.tolist()
 
 
 def find_unlike(values: Sequence[object], groups: Sequence[Sequence[int]]) -> list[int]:

@@ -220,8 +220,7 @@ class FakeTokenSharing(TokenSharing):
     def _exchange(
         self, tensor: Tensor, sent: list[int], received: list[int], among: Ranks
     ) -> Tensor:
-        arrived: Tensor = _exchanged(tensor.contiguous(), sent, received, among)
-        return arrived
+        return _exchanged(tensor.contiguous(), sent, received, among)
 
     def _begin_exchange(
         self, tensor: Tensor, sent: list[int], received: list[int]

@@ -97,12 +97,12 @@ def _cuda_attention(
     kernel = _chosen(query, key, value, attn_mask, is_causal)
     if kernel == "flash":  # takes shared keys and values as they are
         flash = _aten._scaled_dot_product_flash_attention
-        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if kernel == "math":
         of_math: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
         of_scores = (attn_mask, dropout_p, is_causal)
         by_formula = _aten._scaled_dot_product_attention_math
-        return by_formula(query, key, value, *of_scores, **of_math)[0]  # type: ignore[no-any-return]
+        return by_formula(query, key, value, *of_scores, **of_math)[0]
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         # The memory-efficient kernel takes one key and value per head.
@@ -113,7 +113,7 @@ def _cuda_attention(
             bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill_(~bias, float("-inf"))
         bias = bias.to(query.dtype).expand(*query.shape[:-1], key.shape[-2])
     efficient = _aten._scaled_dot_product_efficient_attention
-    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    return efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def _chosen(
@@ -165,8 +165,7 @@ def _rms_norm(
 ) -> Tensor:
     assert isinstance(input, FakeTensor), "only shapes are known here"
     assert len(normalized_shape) == 1
-    normalised: Tensor = _fused_rms_norm(input, weight)[0]
-    return normalised
+    return _fused_rms_norm(input, weight)[0]
 
 
 # CUDA has one kernel that saves input and rstd, where the CPU would save each part's input.

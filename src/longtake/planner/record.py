@@ -166,8 +166,7 @@ class MemoryPlan:
 
     def as_event(self) -> dict[str, Any]:
         """Return the fields of the event `memory_planned`."""
-        fields: dict[str, Any] = TypeAdapter(MemoryPlan).dump_python(self, mode="json")
-        return fields
+        return TypeAdapter(MemoryPlan).dump_python(self, mode="json")
 
 
 @dataclass(frozen=True)

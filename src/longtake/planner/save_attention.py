@@ -74,21 +74,20 @@ class _Replaced:
             options: Any = {"attn_mask": attn_mask, "dropout_p": dropout_p, "is_causal": is_causal}
             given = (query, key, value)
             public: Any = F.scaled_dot_product_attention
-            exchanged: Tensor = handle_torch_function(public, given, *given, **options, **how)
-            return exchanged
+            return handle_torch_function(public, given, *given, **options, **how)
         how = {"dropout_p": dropout_p, "is_causal": is_causal, **how}
         # These cases have no kernel here: they are recomputed like the rest of the block.
         is_other = attention.THIS_THREAD.obtain is None or not torch.is_grad_enabled()
         mask_learns = attn_mask is not None and attn_mask.requires_grad
         if is_other or mask_learns or dropout_p or how.get("enable_gqa"):
-            return self._original(query, key, value, attn_mask, **how)  # type: ignore[no-any-return]
+            return self._original(query, key, value, attn_mask, **how)
         query, key, value = (attention.as_computed(each) for each in (query, key, value))
         mask = attn_mask
         if mask is not None and mask.is_floating_point():
             mask = attention.as_computed(mask)
         kernel = attention.choose_kernel(query, key, value, mask, how)
         if kernel is None:
-            return self._original(query, key, value, mask, **how)  # type: ignore[no-any-return]
+            return self._original(query, key, value, mask, **how)
         scores = attention.ScoreTerms(
             attention.as_bias(mask, query, key), is_causal, how.get("scale")
         )

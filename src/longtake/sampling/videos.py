@@ -267,8 +267,7 @@ def contact_sheet(rows: Sequence[SheetRow], path: Path, *, title: str = "") -> N
 
 def shown_frames(video: NDArray[np.uint8]) -> NDArray[np.uint8]:
     chosen = np.linspace(0, len(video) - 1, min(len(video), MAX_FRAMES)).round().astype(int)
-    frames: NDArray[np.uint8] = video[chosen]
-    return frames
+    return video[chosen]
 
 
 def _strip(frames: NDArray[np.uint8]) -> Image.Image:

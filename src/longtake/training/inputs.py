@@ -111,8 +111,7 @@ class SideStream:
 
     def record(self) -> torch.cuda.Event:
         """Return a CUDA event that fires when everything queued on this stream so far is done."""
-        event: torch.cuda.Event = self._stream.record_event()
-        return event
+        return self._stream.record_event()
 
     def hand_over(self, done: torch.cuda.Event, tensors: Iterable[Tensor]) -> None:
         """Let the current CUDA stream use this stream's tensors, once the event `done` has fired.

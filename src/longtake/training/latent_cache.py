@@ -33,6 +33,7 @@ from longtake.config import PooledSection, Recipe, TextSection
 from longtake.data import cache_fill, checks
 from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
 from longtake.data.loader import Loader
+from longtake.data.tasks import ALL_CORES, Work
 from longtake.data.training_captions import all_captions
 from longtake.models.base import family
 from longtake.models.codec import build_codec
@@ -53,9 +54,7 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 def cache_ahead(
     recipe: Recipe,
     console: Console,
-    *,
-    on: str | None = None,
-    workers: int | None = None,
+    work: Work = ALL_CORES,
     part: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
     """Fill a recipe's latent cache before training; returns counts and times for JSON.
@@ -66,8 +65,7 @@ def cache_ahead(
     Args:
         recipe: recipe whose cache is filled.
         console: shows progress.
-        on: address of a Ray cluster whose workers encode (see `run_tasks`); None: this process.
-        workers: number of the cluster's workers; None: as many as it has room for.
+        work: the Ray cluster whose workers encode, and their number; by default this process does.
         part: (i, n) fills one of n parts, and leaves the others to other commands.
 
     Raises:
@@ -80,7 +78,7 @@ def cache_ahead(
             "The recipe names no folder for a cache. Set one, such as --set data.cache=cache, and "
             "how many spans of each clip it holds, such as --set data.windows=1."
         )
-    with _world(recipe, on) as world:
+    with _world(recipe, work.on) as world:
         # The loader is that of one rank: `fill_cache` divides entries, not batches, among ranks.
         loader = Loader(recipe.data, batch_size=recipe.training.global_batch_size, seed=recipe.seed)
         first_does(
@@ -94,7 +92,7 @@ def cache_ahead(
         else:
             parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), world)
         with parts as made:
-            cache, report = fill_cache(recipe, loader, made, world, console, on, workers, part)
+            cache, report = fill_cache(recipe, loader, made, world, console, work, part)
         return {"cache": str(cache.folder), **report.facts()}
 
 
@@ -161,8 +159,7 @@ def fill_cache(
     made: Path,
     world: World,
     console: Console,
-    on: str | None = None,
-    workers: int | None = None,
+    work: Work = ALL_CORES,
     part: tuple[int, int] = (0, 1),
 ) -> tuple[Cache, cache_fill.CacheReport]:
     """Encode this rank's share of the clips and captions that a latent cache lacks.
@@ -188,7 +185,7 @@ def fill_cache(
         )
     mine = cache_fill.CacheReport(missing.present, refused=cache.packs.refused)
     mine.failures |= missing.changed
-    _encode_missing(cache, missing, recipe, loader, made, world.device, mine, shown, on, workers)
+    _encode_missing(cache, missing, recipe, loader, made, world.device, mine, shown, work)
     # Each rank keeps the incidents of its own decoders; all else is gathered from all ranks.
     report = cache_fill.CacheReport(incidents=mine.incidents)
     mine.incidents = []
@@ -248,8 +245,7 @@ def _encode_missing(
     device: torch.device,
     report: cache_fill.CacheReport,
     console: Console,
-    on: str | None,
-    workers: int | None,
+    work: Work,
 ) -> None:
     """Encode captions and clips that a cache lacks, in this process or by a cluster's workers."""
     threads, uses_gpu = torch.get_num_threads(), recipe.training.device != "cpu"
@@ -263,17 +259,15 @@ def _encode_missing(
         if not items:
             continue
         # Loaded before its progress begins, which estimates the time that is left.
-        encode = load(recipe, made, device) if on is None else None
+        encode = load(recipe, made, device) if work.on is None else None
         with progress.counted(console, f"cache: {label}") as advance:
-            if on is None:
+            if work.on is None:
                 fill(cache, items, encode, report, advance)
             else:
                 # Resolved, since a worker may have another current directory.
                 load_there = partial(_load_on_worker, load, recipe, made.resolve(), threads)
                 task = cache_fill.EncodeTask(cache, load_there, threads, uses_gpu)
-                cache_fill.run_encode_task(
-                    task, items, report, on=on, workers=workers, progress=advance
-                )
+                cache_fill.run_encode_task(task, items, report, replace(work, progress=advance))
         del encode
         gc.collect()
         if device.type == "cuda":
