@@ -60,6 +60,7 @@ def _call(returned: str) -> str:
         ("[v.mean() / fps for v in videos]", [{"own": 0}, {"own": 5}, {"own": 10}], {}),
         ("[None, float('nan'), 3]", [{}, {}, {"own": 3}], {}),
         ("len(prompts)", [{}, {}, {}], {"own": 3}),
+        ("videos[1].max().reshape(())", [{}, {}, {}], {"own": 10}),
         ("float('inf')", [{}, {}, {}], {}),
         ("None", [{}, {}, {}], {}),
     ],

@@ -34,10 +34,10 @@ from longtake.data.decode import (
 )
 from longtake.data.window import (
     Crop,
+    FrameSpan,
     Window,
     counted,
     crop,
-    frame_indices,
     planes,
     read_window,
     resized,
@@ -54,7 +54,7 @@ _LUMA = np.array([19595, 38470, 7471], np.uint32)  # ITU-R BT.601 in 1/65536; gr
 
 
 @dataclass(frozen=True, slots=True)
-class ConditioningPixels:
+class ConditioningPixels(FrameSpan):
     """The pixels to read from a conditioning picture, video or mask for a window of its clip.
 
     A picture of another size than the clip's is scaled to cover, cut in the middle, and mirrored if
@@ -70,10 +70,6 @@ class ConditioningPixels:
     height: int  # rows of the result
     width: int
     is_flipped: bool
-    start: int = 0  # index of the first frame
-    num_frames: int = 1
-    stride: int = 1
-    frames: tuple[int, ...] = ()  # indices of the frames (`data.fps`); empty if `stride` gives them
     untagged: str = "bt709"  # colour matrix of untagged HD video, as in `Window`
 
     @property
@@ -82,7 +78,7 @@ class ConditioningPixels:
 
 
 @dataclass(frozen=True, slots=True)
-class ConditioningNumbers:
+class ConditioningNumbers(FrameSpan):
     """The conditioning numbers to read for a clip: one row, or one for each frame of a window."""
 
     identity: str  # identity of the clip
@@ -90,10 +86,6 @@ class ConditioningNumbers:
     width: int
     is_per_frame: bool
     clip_frames: int  # number of rows that a file must have if it is per frame; 0 without a clip
-    start: int = 0  # index of the first row
-    num_frames: int = 1
-    stride: int = 1
-    frames: tuple[int, ...] = ()  # indices of the rows (`data.fps`); empty if `stride` gives them
     values: tuple[float, ...] | None = None  # numbers from the catalog; None to read the file
 
     @property
@@ -366,7 +358,7 @@ def _grey(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _read_frames(wanted: ConditioningPixels, out: NDArray[np.uint8]) -> None:
     """Read frames by number from the first on, as their timestamps are not in the catalog."""
     # The file may be longer than the window: `counted` stops decoding after the last index.
-    indices = frame_indices(wanted)
+    indices = wanted.indices()
     reformatter, num_read, window = VideoReformatter(), 0, None
     with opened(wanted.media) as (container, stream):
         frames = decoded(wanted.media, container, stream, untagged=wanted.untagged)
@@ -431,7 +423,7 @@ def _numbers(wanted: ConditioningNumbers) -> NDArray[np.float32]:
     else:
         # Frames may hold matrices, such as camera poses: each becomes one row.
         rows = found.reshape(len(found), -1) if found.size else found.reshape(0, wanted.width)
-        indices = list(frame_indices(wanted))
+        indices = list(wanted.indices())
         end = indices[-1] + 1
         is_long_enough = len(rows) == wanted.clip_frames if wanted.clip_frames else len(rows) >= end
         if rows.shape[1] != wanted.width or not is_long_enough:

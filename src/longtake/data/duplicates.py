@@ -19,7 +19,6 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.window import Crop, read_window
 from longtake.data.workers import ClipTask
-from longtake.errors import ClipError
 
 # Bits of 256 in which two similar frames may differ. Clips of one person at one place with other
 # gestures of sign language differ in 20 to 34; see benchmarks/results/duplicates_and_cuts.md.
@@ -52,11 +51,8 @@ class HashTask(ClipTask[Clip, str]):
     def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
-    def do(self, item: Clip, progress: Callable[[], object]) -> str | ClipError:
-        try:
-            return hash_frames(item, self.limits.timed(item.media, progress)).tobytes().hex()
-        except ClipError as error:
-            return error
+    def compute(self, item: Clip, progress: Callable[[], object]) -> str:
+        return hash_frames(item, self.limits.timed(item.media, progress)).tobytes().hex()
 
 
 def hash_frames(clip: Clip, progress: Callable[[], object] = lambda: None) -> NDArray[np.uint64]:

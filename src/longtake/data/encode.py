@@ -239,7 +239,7 @@ class TranscodeTask(ClipTask[Clip, None]):
     def memory_gib(self) -> float:  # type: ignore[override]  # decoding and encoding add up
         return self.decoding_gib + _ENCODER_GIB
 
-    def do(self, item: Clip, progress: Callable[[], object]) -> ClipError | None:
+    def compute(self, item: Clip, progress: Callable[[], object]) -> None:
         target = self.target(item)
         try:
             if not target.exists():
@@ -252,11 +252,8 @@ class TranscodeTask(ClipTask[Clip, None]):
                     target.parent.mkdir(exist_ok=True)
                     write = _write_image if item.kind == "image" else _write_video
                     write(replace(item, media=media), target, self.settings, progress)
-        except ClipError as error:
-            return error
         except OSError as error:
             raise DataError(f"{target} cannot be written: {error.strerror or error}.") from error
-        return None
 
     @property
     def folders(self) -> tuple[Path, ...]:

@@ -66,16 +66,13 @@ class CutsTask(ClipTask[Item, Scenes]):
     def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
-    def do(self, item: Item, progress: Callable[[], object]) -> Scenes | ClipError:
-        try:
-            with stores.local(item.media) as media:
-                timed = self.limits.timed(media, progress)
-                with decode.opened(media) as (container, stream):
-                    frames = decode.decoded(media, container, stream)
-                    rate = float(stream.average_rate or stream.guessed_rate or 25)
-                    return find_scenes(media, _progressing(frames, timed), rate, self.threshold)
-        except ClipError as error:
-            return error
+    def compute(self, item: Item, progress: Callable[[], object]) -> Scenes:
+        with stores.local(item.media) as media:
+            timed = self.limits.timed(media, progress)
+            with decode.opened(media) as (container, stream):
+                frames = decode.decoded(media, container, stream)
+                rate = float(stream.average_rate or stream.guessed_rate or 25)
+                return find_scenes(media, _progressing(frames, timed), rate, self.threshold)
 
 
 def _progressing(

@@ -136,11 +136,8 @@ class MotionScore(ClipTask[Clip, float]):
     def memory_gib(self) -> float:  # type: ignore[override]  # the limits decide it
         return self.limits.memory_gib
 
-    def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
-        try:
-            return motion(item, self.limits.timed(item.media, progress))
-        except ClipError as error:
-            return error
+    def compute(self, item: Clip, progress: Callable[[], object]) -> float:
+        return motion(item, self.limits.timed(item.media, progress))
 
     def reads(self, item: Clip) -> str:
         return item.media.path if item.num_frames > 1 and not item.media.is_remote else ""
@@ -199,12 +196,12 @@ class OwnScore(ClipTask[Clip, float]):
         path = getattr(sys.modules.get(self.function.__module__), "__file__", None)
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else ""
 
-    def do(self, item: Clip, progress: Callable[[], object]) -> float | ClipError:
+    def compute(self, item: Clip, progress: Callable[[], object]) -> float:
         try:
             content.check_unchanged(item.media, progress)
             value = self.function(item)
-        except ClipError as error:
-            return error
+        except ClipError:
+            raise
         except Exception as error:
             raise DataError(
                 f"{self.by} raised {type(error).__name__} for {item.path} ({item.identity}): "

@@ -45,20 +45,20 @@ class Size(Protocol):
     def width(self) -> int: ...
 
 
-class FrameSpan(Protocol):
-    """Interface of all that specifies frames to read: clips' windows, conditioning inputs."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameSpan:
+    """The frames to read for a sample: of a clip's window, or of a conditioning input."""
 
-    @property
-    def start(self) -> int: ...
+    start: int = 0  # index of the first frame
+    num_frames: int = 1
+    stride: int = 1  # distance between two frames, unless `frames` lists them
+    frames: tuple[int, ...] = ()
+    """Indices of the frames, where some may repeat (`data.fps`). Empty if `stride` gives them."""
 
-    @property
-    def num_frames(self) -> int: ...
-
-    @property
-    def stride(self) -> int: ...
-
-    @property
-    def frames(self) -> tuple[int, ...]: ...
+    def indices(self) -> Sequence[int]:
+        """Return the indices in the video of the frames to read, from 0, not descending."""
+        end = self.start + (self.num_frames - 1) * self.stride + 1
+        return self.frames or range(self.start, end, self.stride)
 
 
 def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float = 0.5) -> Crop:
@@ -77,7 +77,7 @@ def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float 
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class Window(FrameSpan):
     """Specification of the pixels to read from a clip: its frames, scaling and crop."""
 
     identity: str  # identity of the clip
@@ -87,9 +87,6 @@ class Window:
     rotation: int  # degrees counterclockwise that turn a decoded frame upright, and `MIRRORED`
     source_height: int  # height of the upright picture when it was indexed
     source_width: int
-    start: int  # index of the first frame
-    num_frames: int
-    stride: int  # distance between two frames, unless `frames` lists them
     # Timestamps of the frames in ticks of the stream's time base, not descending. Empty if frames
     # are found by counting.
     timestamps: tuple[int, ...]
@@ -101,8 +98,6 @@ class Window:
     height: int  # size of the result
     width: int
     is_flipped: bool  # mirrored, left to right
-    # Indices of the frames, where some may repeat (`data.fps`). Empty if `stride` gives them.
-    frames: tuple[int, ...] = ()
     untagged: str = "bt709"  # matrix of HD video that names none; see `data.untagged`
     is_untagged: bool = False  # the clip is such a video
 
@@ -182,7 +177,7 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
             wanted = at_timestamps(window.media, window.timestamps, frames)
         else:
             frames = decoded(window.media, container, stream, untagged=window.untagged)
-            wanted = counted(frame_indices(window), frames)
+            wanted = counted(window.indices(), frames)
         for number, frame in enumerate(wanted):
             for channel, plane in enumerate(planes(window, stream, frame, reformatter)):
                 video[channel, number] = plane
@@ -191,15 +186,9 @@ def _read_from(window: Window, seek_to: int | None, video: NDArray[np.uint8]) ->
         how = f"in steps of {window.stride}" if not window.frames else f"to {window.frames[-1]}"
         raise ClipError(
             str(window.media),
-            f"ends before frame {frame_indices(window)[num_read]}; {window.num_frames} frames from "
+            f"ends before frame {window.indices()[num_read]}; {window.num_frames} frames from "
             f"{window.start} {how} were wanted",
         )
-
-
-def frame_indices(span: FrameSpan) -> Sequence[int]:
-    """Return the indices in the video of the frames to read, from 0, not descending."""
-    end = span.start + (span.num_frames - 1) * span.stride + 1
-    return span.frames or range(span.start, end, span.stride)
 
 
 def counted(indices: Sequence[int], frames: Iterator[VideoFrame]) -> Iterator[VideoFrame]:

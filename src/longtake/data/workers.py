@@ -93,6 +93,16 @@ class Task(ABC, Generic[Item, Result]):
 class ClipTask(Task[ClipItem, Result | errors.ClipError]):
     """Task whose items are clips or files; the result of an unreadable one is a ClipError."""
 
+    def do(self, item: ClipItem, progress: Callable[[], object]) -> Result | errors.ClipError:
+        try:
+            return self.compute(item, progress)
+        except errors.ClipError as error:
+            return error
+
+    @abstractmethod
+    def compute(self, item: ClipItem, progress: Callable[[], object]) -> Result:
+        """Return the result of an item as `do` does; may raise ClipError."""
+
     def lost(self, item: ClipItem, reason: str) -> Result | errors.ClipError:
         return errors.ClipError(str(item.media), reason)
 
