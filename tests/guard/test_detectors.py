@@ -106,6 +106,13 @@ _WITHOUT_VERDICT: dict[str, tuple[int, Callable[[StepStatistics], StepStatistics
         1200, lambda s: replace(s, weight_norm=s.weight_norm + 1.0 * (s.step >= 777))
     ),
     "a short bad stretch": (900, lambda s: louder(s, 1.8) if _AT <= s.step < _AT + 6 else s),
+    # The rate is full again, and the gradients of a model that had come to rest grow eightfold.
+    "a restart of the rate": (
+        700,
+        lambda s: replace(
+            s, grad_norm=s.grad_norm * (8.0 if s.step >= 600 else 1.0), num_restarts=s.step // 600
+        ),
+    ),
     # It raises the updates a hundredfold, as it is meant to.
     "a long warm-up": (1000, lambda s: _updates(s, 2e-5 * s.step / 1000, s.step / 1000)),
 }  # fmt: skip

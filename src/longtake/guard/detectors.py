@@ -575,7 +575,9 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     if _RARE_LIMIT.is_exceeded(loss):
         return _skip_or_roll_back(window, "spike", f"The loss of {loss}.")
     # Batches without captions have gradients of their own. So have models that do not move yet,
-    # because an optimizer is still searching its rate: their gradients are smaller.
+    # because an optimizer is still searching its rate, and those that had come to rest before a
+    # restart of the schedule: their gradients are smaller.
+    newest = newest.select(newest.column("restarts") == now.num_restarts)
     rate = float(window.row.column("rate")[0]) / _MOST_TIMES_A_LOWER_RATE
     newest = newest.select((newest.column("rate") >= rate) | (newest.column("rate") == 0))
     have_dropped = newest.column("dropped_samples") > 0
