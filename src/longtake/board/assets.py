@@ -8,7 +8,7 @@ from importlib import resources
 from typing import Final
 
 SCRIPTS: Final = ("uPlot.iife.min.js",)
-"""Classic scripts, loaded before the module."""
+"""Names of classic scripts (not modules) of the pages, loaded before the module."""
 STYLES: Final = ("uPlot.min.css", "board.css", "samples.css", "data.css", "nodes.css")
 MODULE: Final = "board.js"
 _IMPORT = re.compile(r'^import \{[^}]*\} from "\./(?P<name>\w+\.js)";\n', re.MULTILINE)
@@ -23,7 +23,7 @@ def static_files() -> dict[str, bytes]:
 
 @cache
 def digest() -> str:
-    """Return a digest of all files. It is part of their URLs, which browsers may cache for ever."""
+    """Return a digest of all scripts and style sheets, for URLs that browsers cache for ever."""
     files = sorted(static_files().items())
     return sha256(b"".join(name.encode() + data for name, data in files)).hexdigest()[:12]
 
@@ -35,7 +35,7 @@ def static_url(name: str) -> str:
 
 @cache
 def bundled_module() -> str:
-    """Return all modules of the pages as one script, for a page that is a single file.
+    """Return all JavaScript modules of the pages as one script, for a page that is a single file.
 
     Names must be unique across all modules, and each import must be on one line.
     """

@@ -15,14 +15,15 @@ from longtake.inspection.columns import Numbers
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 8, 8, 20
 _ROW, _BAR = 22, 14
 _LEAST_SPAN = 0.02
-"""Smallest height of the y axis, as a share of the values: less is not drawn as if it were much."""
+"""Smallest height of a plot's y axis as a share of the values, so that small changes look small."""
 _GAP = 0.1
-"""A gap wider than this share of the x axis, and than five usual distances, breaks the line."""
+"""A gap between points that is wider than this share of a plot's x axis, and than five usual
+distances, breaks the line."""
 
 
 @dataclass(frozen=True)
 class Line:
-    """One line of a plot; x never falls, and numbers that are not finite are left out."""
+    """One line of a plot; x is in ascending order, and numbers that are not finite are left out."""
 
     label: str
     x: Numbers
@@ -42,7 +43,7 @@ class Band:
 
 @dataclass(frozen=True)
 class Axes:
-    """Labels, limit and size of a plot."""
+    """Labels of the axes, limit line and size of a plot."""
 
     unit: str
     said_of_x: Callable[[float], str]
@@ -53,7 +54,7 @@ class Axes:
 
 
 def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> Markup | None:
-    """Draw a plot with minimum and maximum of each pixel; None if there is no line to draw.
+    """Draw a plot of lines with each pixel's minimum and maximum; None if there is none to draw.
 
     A spike of a single number is drawn, however many numbers share its pixel.
     """
@@ -82,7 +83,7 @@ def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> 
 
 @dataclass(frozen=True)
 class _Space:
-    """Maps values to positions in a picture."""
+    """Maps values of a plot to positions in the SVG picture."""
 
     x: tuple[float, float]
     y: tuple[float, float]
@@ -166,13 +167,13 @@ def _path(line: Line, space: _Space) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Stack:
-    """A bar of several parts, with the words before and after it."""
+    """A stacked bar of several parts, with the texts before and after it."""
 
     label: str
     parts: Sequence[svg.Bar]
     text: str
     begin: float = 0.0
-    """Value at which the bar begins."""
+    """Value on the scale at which the bar begins."""
 
 
 def stacks(

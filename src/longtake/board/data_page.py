@@ -40,7 +40,7 @@ _COUNTED: Final = {
 
 
 def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the HTML of a run's data page.
+    """Return the HTML of the page of a run's data: catalogs, stages, ledger.
 
     Args:
         facts: the run's facts.
@@ -80,7 +80,7 @@ def render_data(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
 
 
 def catalog_values(data: data_facts.DataFacts, current: int | None) -> dict[str, Any]:
-    """Return the values of the templates `data_catalog.html` and `data_curriculum.html`."""
+    """Return values for the HTML templates of catalogs and of the stages that train them."""
     return {
         "data": data,
         "catalogs": [CatalogView.of(each) for each in data.catalogs],
@@ -94,7 +94,7 @@ def catalog_values(data: data_facts.DataFacts, current: int | None) -> dict[str,
 
 
 def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any]) -> None:
-    """Write catalogs, and what a recipe trains of them, to one HTML file.
+    """Write an HTML file on catalogs, and on what a recipe trains of them.
 
     Raises:
         RunError: the file cannot be written.
@@ -105,7 +105,7 @@ def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any])
 
 
 def current_batch(facts: RunFacts) -> int | None:
-    """Return how many batches of the plan the run has passed; None before its first step."""
+    """Return the number of batches that the run has trained; None before its first step."""
     kept = facts.rows.kept
     if not len(kept):
         return None
@@ -114,7 +114,7 @@ def current_batch(facts: RunFacts) -> int | None:
 
 
 def show_command(facts: RunFacts, data: data_facts.DataFacts) -> str:
-    """Return the command that prints catalog and plan, computed from all clips."""
+    """Return the command that prints the run's catalog and stages, computed from all clips."""
     run = facts.run.path
     path = run / (data.catalogs[0].file if data.catalogs else "catalogs")
     words = ["data", "show", str(path)]
@@ -128,7 +128,7 @@ def show_command(facts: RunFacts, data: data_facts.DataFacts) -> str:
 
 @dataclass(frozen=True)
 class CatalogView:
-    """One catalog as the page shows it."""
+    """One catalog in the form that the data page shows."""
 
     facts: data_facts.CatalogFacts
     sizes: Markup
@@ -167,7 +167,7 @@ class CatalogView:
 
 
 def histogram_of(found: data_facts.Histogram) -> Markup | str:
-    """Return a picture of a histogram; a sentence if all clips have the same value."""
+    """Return a picture of a histogram, or a sentence if all clips have the same value."""
     if len(found.counts) > 1:
         return pictures.histogram(found)
     value = (found.edges[0] + found.edges[-1]) / 2
@@ -179,7 +179,7 @@ def histogram_of(found: data_facts.Histogram) -> Markup | str:
 
 @dataclass(frozen=True)
 class BucketView:
-    """One bucket as the page shows it."""
+    """One bucket (clip shape) in the form that the data page shows."""
 
     facts: Mapping[str, Any]
     box: Markup
@@ -191,7 +191,7 @@ class BucketView:
 
 @dataclass(frozen=True)
 class StageView:
-    """One catalog in one stage as the page shows it."""
+    """One catalog in one stage of the curriculum, in the form that the data page shows."""
 
     facts: Mapping[str, Any]
     place: int
@@ -203,7 +203,7 @@ class StageView:
 
 
 def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView]:
-    """Return a view of each catalog in each stage; that of the current batch is open."""
+    """Return the data page's view of each catalog in each stage; the current batch's is open."""
     assert data.summary is not None
     now = data.strip.stage_at(current or 0) if data.strip else None
     entries = data.summary["stages"]
@@ -250,7 +250,7 @@ def stages_of(data: data_facts.DataFacts, current: int | None) -> list[StageView
 
 @dataclass(frozen=True)
 class RejectedView:
-    """Clips that could not be decoded; the newest ones have stills."""
+    """A clip that could not be decoded, as the data page shows it; the newest ones have stills."""
 
     clips: list[tuple[ledger_facts.RejectedClip, Clip | None, stills.Still | None]]
     others: list[ledger_facts.RejectedClip]

@@ -21,7 +21,7 @@ def colour(place: int) -> str:
 
 
 def box(bucket: Mapping[str, Any], largest: int, longest: int) -> Markup:
-    """Draw a bucket as a box: width and height to one scale, and frames as its depth."""
+    """Draw a bucket (clip shape) as a box: width and height to one scale, and frames as depth."""
     scale = _SIDE / max(1, largest)
     width, height = max(2.0, bucket["width"] * scale), max(2.0, bucket["height"] * scale)
     frames = bucket["num_frames"]
@@ -45,7 +45,7 @@ def box(bucket: Mapping[str, Any], largest: int, longest: int) -> Markup:
 
 
 def bar(value: float, most: float, colour: str = "1") -> Markup:
-    """Draw one bar without words, for a cell of a table."""
+    """Draw one bar without words, for a cell of a table on the data page."""
     length = _BAR_WIDTH * min(1.0, value / most) if most > 0 else 0.0
     return svg.picture(
         *(_BAR_WIDTH, _BAR_HEIGHT),
@@ -67,7 +67,7 @@ def cut(share: float) -> Markup:
 
 
 def histogram(found: Histogram) -> Markup:
-    """Draw the bars of a histogram, and below them a lane for the values that each stage takes."""
+    """Draw a histogram of clips' values, and below it a lane per stage with the values it takes."""
     edges, most = found.edges, max([1, *found.counts])
     low, high = edges[0], edges[-1]
     room = _WIDTH - 2 * _LEFT
@@ -125,7 +125,7 @@ def _short(value: float) -> str:
 
 
 def strip(found: StageStrip, current: int | None) -> Markup:
-    """Draw the stages' shares of the batches as stacked areas, with a line where the run is.
+    """Draw the stages' shares of the batches as stacked areas, with a line at the current batch.
 
     It is as wide as the page, so horizontal positions are percentages.
     """
@@ -172,7 +172,7 @@ def _end_label(x: str, anchor: str, text: str, y: int = _STRIP_HEIGHT + 15) -> s
 def counted_bars(
     rows: Sequence[tuple[str, int]], colour: str = "1", first: str | None = None
 ) -> Markup:
-    """Draw a bar for each group of clips; `first` is the colour of the first bar, if different."""
+    """Draw a bar per group of clips with its count; `first` is another colour for the first bar."""
     return charts.stacks(
         [
             charts.Stack(

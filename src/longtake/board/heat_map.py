@@ -23,11 +23,11 @@ _ACROSS, _DOWN = 10, 10  # hosts in a block if they are drawn side by side
 
 @dataclass(frozen=True)
 class PhaseLook:
-    """Letter and colour with which the board shows a phase of a rank."""
+    """Letter and colour by which the board shows a phase (such as saving) of a rank."""
 
     letter: str
     colour: str = ""
-    """Suffix of a `fill-*` class in board.css, for phases of which a step consists."""
+    """Suffix of a `fill-*` class in board.css, for phases that are parts of a training step."""
 
 
 PHASES: Final[Mapping[str, PhaseLook]] = {
@@ -50,7 +50,7 @@ UNKNOWN_PHASE: Final = PhaseLook("?")
 
 @dataclass(frozen=True)
 class RankNumber:
-    """A measurement of ranks that a map can show."""
+    """A number measured of each rank that a heat map can show, such as the time of a step."""
 
     key: str
     title: str
@@ -64,7 +64,7 @@ def _seconds(value: float) -> str:
 
 
 def _of_gpu(label: str) -> RankNumber:
-    """Return the measurement of a column of the table of nodes, for each rank's own GPU."""
+    """Return the measurement of each rank's own GPU for a column of the nodes' table."""
     column = COLUMNS[label]
     name, signal = column.number, column.signal
     return RankNumber(label, f"GPU {label}", lambda it: it.of_gpu(name), column.text, signal)
@@ -80,7 +80,7 @@ MEASURES: Final = (
 
 @dataclass(frozen=True)
 class HeatMap:
-    """A drawn map with its legend and its outliers."""
+    """A heat map of ranks as drawn, with its legend and its outliers."""
 
     measure: RankNumber
     blocks: list[Markup]
@@ -93,7 +93,7 @@ class HeatMap:
 
 
 def heat_map(nodes: Sequence[NodeNow], measure: RankNumber) -> HeatMap | None:
-    """Return the map of a measurement, or None if no rank has a value."""
+    """Return the heat map of a measurement of the ranks, or None if no rank has a value."""
     ranks = [rank for node in nodes for rank in node.ranks]
     known = [(rank, value) for rank in ranks if (value := measure.value(rank)) is not None]
     if not known:
@@ -142,7 +142,7 @@ class _Scale:
 
 
 def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:
-    """Yield pictures that a wide page shows side by side, and a narrow one below each other."""
+    """Yield parts of a heat map; a wide page shows them side by side, a narrow one in a column."""
     across = max((len(node.ranks) for node in nodes), default=1) or 1
     if across <= _NARROW and len(nodes) > _MANY_HOSTS:
         rows, columns, size = _DOWN, _ACROSS, 12
@@ -164,7 +164,7 @@ def _block(
     measure: RankNumber,
     scale: _Scale,
 ) -> Markup:
-    """Draw `columns` hosts in a row, each with `across` cells; the first host labels the row."""
+    """Draw a part of a heat map: `columns` hosts per row with `across` cells, labelled by row."""
     label, parts = _label_width(nodes), []
     for place, node in enumerate(nodes):
         row, column = divmod(place, columns)
@@ -217,7 +217,7 @@ def _cell(
 
 
 def _mark(x: float, y: float, size: float) -> str:
-    """Draw a frame and a corner, which can be seen without colours."""
+    """Draw the mark of an outlier in a heat map: frame and corner, visible without colours."""
     corner = max(4.0, 0.45 * size)
     return (
         f'<path class="outlier" d="M{x:g} {y:g}h{size:g}v{size:g}h-{size:g}z"/>'

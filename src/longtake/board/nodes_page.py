@@ -36,13 +36,13 @@ _OF_HEALTH = ("degraded", "clock_stepped", "clock_slewed")
 
 
 def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the HTML of a run's nodes page.
+    """Return the HTML of the page of a run's nodes.
 
     Args:
         facts: the run's facts.
         links: how the page refers to others.
-        query: the URL's query; `show` is the number that the heat map shows
-            (`heat_map.MEASURES`), `stall` the token of the stall whose stacks are shown.
+        query: the URL's query; `show` is the number that the heat map shows (`heat_map.MEASURES`),
+            `stall` the token of the stall whose stacks are shown.
     """
     is_live = facts.summary.state in ("running", "stalled")
     nodes, problems = read_nodes(facts.run, is_live=is_live)
@@ -90,7 +90,7 @@ def render_nodes(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) ->
 def _measures(
     nodes: Sequence[NodeNow], chosen: str | None, *, is_static: bool
 ) -> tuple[list[heat_map.HeatMap], list[heat_map.RankNumber]]:
-    """Return the chosen map, and the numbers that can be chosen.
+    """Return the chosen heat map, and the measurements that can be chosen for it.
 
     A page that cannot load another map has all of them.
     """
@@ -104,7 +104,7 @@ def _measures(
 
 
 def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
-    """Count the ranks in each phase; if there are few, name them."""
+    """Count the ranks in each phase of training; if they are few, name them."""
     counts = Counter(rank.phase for rank in ranks if rank.phase)
     found = []
     for phase, count in counts.most_common():
@@ -124,7 +124,7 @@ def _phases_now(ranks: Sequence[RankNow]) -> list[dict[str, Any]]:
 
 
 def _phase_times(ranks: Sequence[RankNow]) -> dict[str, Any] | None:
-    """Return where the time of a step goes: bars of each rank, or of the mean and the slowest."""
+    """Return bars of the phases of a step (data, forward ...) of each rank, or mean and slowest."""
     known = [rank for rank in ranks if rank.phases]
     if not known:
         return None
@@ -190,7 +190,7 @@ def _colour_of(phase: str) -> str:
 
 @dataclass(frozen=True)
 class Health:
-    """Outliers among the nodes, and the newest events of their health."""
+    """Outliers among a run's nodes, and the newest events about each node's health."""
 
     outliers: dict[str, list[str]]  # sentences by host
     flagged: dict[str, set[str]]  # marked columns of the table, by host
@@ -199,7 +199,7 @@ class Health:
 
 
 def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
-    """Collect the outliers that the nodes' watchers found, and those of the newest numbers."""
+    """Collect outliers that watchers reported, and those in the nodes' newest health numbers."""
     # Only the newest of these counts: a recovery or a new watcher ends what was degraded.
     last: dict[str, dict[str, Any]] = {}
     for event in facts.events:
@@ -235,13 +235,13 @@ def _health(facts: RunFacts, nodes: Sequence[NodeNow]) -> Health:
 
 
 def _column_of(signal: str) -> str:
-    """Return the column of the table that a signal marks; empty if there is none."""
+    """Return the column of the nodes' table that a health signal marks; empty if none."""
     return next((name for name, each in COLUMNS.items() if signal.startswith(each.marked_by)), "")
 
 
 @dataclass(frozen=True)
 class NodeRow:
-    """One row of the table of nodes."""
+    """One row of the table of nodes, in the form that the page shows."""
 
     host: str
     state: str
@@ -251,7 +251,7 @@ class NodeRow:
 
 
 def _table(nodes: Sequence[NodeNow], columns: Sequence[str], health: Health) -> dict[str, Any]:
-    """Return the rows of the table, marked ones first if it is long, and the usual values."""
+    """Return the rows of the nodes' table, marked ones first if it is long, and usual values."""
     rows = [_node_row(node, columns, health) for node in nodes[:_MOST_ROWS]]
     marked = [row for row in rows if row.is_marked]
     is_long = len(rows) > 24
@@ -294,7 +294,7 @@ def _history(facts: RunFacts) -> HealthHistory:
 
 
 def _plots(facts: RunFacts, nodes: Sequence[NodeNow], health: Health) -> list[dict[str, Any]]:
-    """Return a plot for each column that has recorded numbers."""
+    """Return a plot over time for each column of the nodes' table that has recorded numbers."""
     history, hosts = _history(facts), [node.host for node in nodes]
     if hosts:
         history.update(facts.run, hosts)
@@ -314,7 +314,7 @@ def _plots(facts: RunFacts, nodes: Sequence[NodeNow], health: Health) -> list[di
 def _plot(
     series: Mapping[str, tuple[Numbers, Numbers]], named: Sequence[str], label: str
 ) -> Markup | None:
-    """Draw a line per node; for many nodes the median, a band, both extremes and outliers."""
+    """Plot a health number, a line per node; for many nodes median, band, extremes, outliers."""
     ends = [float(end) for times, _ in series.values() for end in (times[0], times[-1])]
     is_long = max(ends, default=0.0) - min(ends, default=0.0) > 12 * 3600
     form = "%m-%d %H:%M UTC" if is_long else "%H:%M:%S UTC"
@@ -341,9 +341,9 @@ def _plot(
 
 
 def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Return the middles of equal spans of time, and [nodes, spans] one number for each.
+    """Reduce nodes' health numbers to equal spans of time: their middles, and [nodes, spans].
 
-    It is the number that is furthest from the node's mean, so that spikes stay. Spans without any
+    A span's number is the one furthest from the node's mean, so that spikes stay. Spans without any
     number are left out.
     """
     first = min(float(times[0]) for times, _ in series.values())
@@ -366,7 +366,7 @@ def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Num
 
 
 def _failures(facts: RunFacts) -> list[dict[str, str]]:
-    """Return failed or ended ranks, and launches that resumed, the newest first."""
+    """Return a run's failed or ended ranks, and launches that resumed, the newest first."""
     found, ends = list[dict[str, str]](), 0
     kinds = ("rank_failed", "killed_rank", "restarted_worker", "resumed")
     for event in reversed(facts.events):
@@ -406,7 +406,7 @@ _FAILURE_WORDS: Final = {
 
 
 def _log_name(facts: RunFacts, path: str) -> str:
-    """Return the path below the run of a log that a launcher wrote; empty if it is elsewhere."""
+    """Return a rank log's path relative to the run; empty if the log is outside of the run."""
     # The event has the path on the node that wrote it, where the run may be mounted elsewhere.
     _, mark, below = path.rpartition("/nodes/")
     name = f"nodes/{below}" if mark else ""

@@ -40,13 +40,13 @@ _PART_COLOURS: Final = {
 
 
 def status_of(facts: RunFacts) -> dict[str, str]:
-    """Return `status_line` of a run, with the exact goodput instead of the list's estimate."""
+    """Return `status_line` of a run, with the exact share of training time, not an estimate."""
     exact = replace(facts.summary, goodput=share_of_training(facts.goodput))
     return status_line(exact)
 
 
 def status_line(summary: RunSummary) -> dict[str, str]:
-    """Return the parts of the head of a run's pages; a part that is unknown is empty."""
+    """Return the texts in the head of a run's pages (state, step ...); unknown ones are empty."""
     state = STATES.get(summary.state or "", "unknown")
     if summary.state == "running" and summary.recovered:
         state = "recovered"
@@ -112,7 +112,7 @@ def render_overview(facts: RunFacts, links: PageLinks, query: Mapping[str, str])
 
 
 def hours(facts: RunFacts) -> Any:
-    """Return a picture of how the run's time was spent, or None if it has spent none."""
+    """Return a picture of how the run's time was spent, or None if no time has passed."""
     parts = [each for each in facts.goodput if each.seconds > 0]
     if not parts:
         return None
@@ -126,13 +126,13 @@ def hours(facts: RunFacts) -> Any:
 
 
 def planned_bytes(events: list[dict[str, Any]]) -> int | None:
-    """Return the peak memory of a step as planned by the newest launch, in bytes."""
+    """Return the peak memory of a step in the newest launch's memory plan, in bytes."""
     plan = newest_plan(events)
     return plan.memory.step_peak_bytes if plan and plan.memory else None
 
 
 def samples_of(facts: RunFacts, links: PageLinks) -> list[dict[str, Any]]:
-    """Return each sampled step with the URL of the page that shows it."""
+    """Return each step whose checkpoint was sampled, with the URL of the page that shows it."""
     directory, found = EvaluationDirectory(facts.run), dict[int, str]()
     for preset in directory.presets():
         for step in directory.steps(preset):
@@ -142,7 +142,7 @@ def samples_of(facts: RunFacts, links: PageLinks) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RecipeKey:
-    """One key of a recipe, with its value and its default."""
+    """One key of a recipe, with its value and its default, as a row on the overview page."""
 
     name: str
     value: str
@@ -183,7 +183,7 @@ def spelled(value: object) -> str:
 
 
 def commands(facts: RunFacts) -> list[dict[str, str]]:
-    """Return what can be typed next: the commands of `longtake show`, and `longtake report`."""
+    """Return commands that can be typed next: those of `longtake show`, and `longtake report`."""
     own, path, run = process.command(), shlex.quote(str(facts.run.path)), facts.run
     try:
         found = next_commands(
@@ -201,7 +201,7 @@ def commands(facts: RunFacts) -> list[dict[str, str]]:
 
 
 def logs_of(facts: RunFacts) -> list[str]:
-    """Return paths of the processes' logs below the run, those of the newest launch first."""
+    """Return paths, relative to the run, of its processes' logs, the newest launch's first."""
     run, found = facts.run, ["evaluate.log"]
     for node in all_nodes(run):
         found.append(node.log_path.relative_to(run.path).as_posix())
@@ -217,7 +217,7 @@ def logs_of(facts: RunFacts) -> list[str]:
 
 
 def read_log(facts: RunFacts, name: str | None) -> dict[str, str] | None:
-    """Return the end of a log (of the first one if `name` is None), or None if it is unknown."""
+    """Return the end of a run's log (the first if `name` is None), or None if it is unknown."""
     known = logs_of(facts)
     # Only names that `logs_of` has found are read: the query could name any other file.
     if not known or (name is not None and name not in known):

@@ -1,4 +1,4 @@
-"""Renders pages from facts to HTML: the same pages for the server and for a report."""
+"""Renders HTML pages from facts of a run: the same pages for the server and for a report."""
 
 import base64
 import json
@@ -42,27 +42,27 @@ _LARGEST_SCALE = 1e300
 
 
 class PageLinks:
-    """Makes a page's URLs: of other pages, of a run's files, and of data that it loads later.
+    """Makes the URLs in a page: of other pages, of a run's files, and of data to load later.
 
     This class has the URLs of a page that is one file: it loads nothing, and links to nothing.
     """
 
     layout = "bare.html"
-    """Name of the template that a run's pages extend."""
+    """Name of the template that the run's pages extend."""
 
     def home(self) -> str:
-        """Return the URL of the list of runs; empty if there is no such page."""
+        """Return the URL of the page with the list of runs; empty if there is no such page."""
         return ""
 
     def live(self, run: str | None) -> str:
-        """Return the URL that streams news of a run, or of all runs; empty if there is none."""
+        """Return the URL of the event stream of a run, or of all runs; empty if there is none."""
         return ""
 
     def page(self, page: PageName, run: str, **query: object) -> str:
         return f"#{page}"
 
     def media(self, run: str, path: str) -> str | None:
-        """Return the URL of a file by its path below the run; None if it is not available."""
+        """Return the URL of a video or picture by its path below the run; None if not available."""
         return None
 
     def poster(self, run: str, path: str) -> str | None:
@@ -70,7 +70,7 @@ class PageLinks:
         return None
 
     def series(self, run: str) -> str:
-        """Return the URL of the numbers that plots draw; empty if they are in the page."""
+        """Return the URL of the data of a run's plots; empty if they are in the page."""
         return ""
 
     def static(self, name: str) -> str:
@@ -113,7 +113,10 @@ def _quoted(path: str) -> str:
 
 
 def render(template: str, links: PageLinks | None, **values: Any) -> str:
-    """Return a page's HTML; all text is escaped, and control characters are spelled out."""
+    """Return the HTML of a page from a template and values, which are escaped.
+
+    Control characters in texts are spelled out.
+    """
     return environment().get_template(template).render(links=links, **values)
 
 
@@ -147,7 +150,7 @@ def environment() -> Environment:
 def render_file(
     template: str, links: PageLinks | None = None, scripts: Sequence[str] = (), **values: Any
 ) -> str:
-    """Return the text of a file, from a template that extends `file.html`."""
+    """Return the HTML of a page that is one file, from a template that extends `file.html`."""
     files = assets.static_files()
     styles = [files[name].decode() for name in assets.STYLES]
 
@@ -173,7 +176,7 @@ def render_file(
 
 
 def write_file(out: Path, text: str) -> None:
-    """Write a page to a file.
+    """Write the text of a page to a file.
 
     Raises:
         RunError: the file cannot be written.
@@ -190,7 +193,7 @@ def write_file(out: Path, text: str) -> None:
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits; "-" for None, NaN and infinity."""
+    """Format a number of a page with `digits` significant digits; "-" for None, NaN, infinity."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:,}" if isinstance(value, int) else f"{value:.{digits}g}"
@@ -201,7 +204,7 @@ def percent(share: float | None) -> str:
 
 
 def at(seconds: float | None) -> str:
-    """Format seconds since 1970 as `2026-03-01 12:30 UTC`."""
+    """Format seconds since 1970 as `2026-03-01 12:30 UTC`; None is "-"."""
     if seconds is None:
         return "-"
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")

@@ -1,4 +1,4 @@
-"""The page of a run's memory plan: policies, parts, options of each block, and measurements.
+"""The page of a run's memory plan: recompute policies, parts of the peak, options of each block.
 
 The plan is read from plan.json, or from the event `memory_planned` if there is no such file.
 """
@@ -94,7 +94,7 @@ def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> 
 
 
 def read_plan(facts: RunFacts) -> tuple[MemoryPlan | None, str]:
-    """Return the newest plan of a run, and a sentence about what cannot be read."""
+    """Return the newest memory plan of a run, and a sentence about what cannot be read."""
     problem = ""
     try:
         kept = read_below(facts.run.path, facts.run.plan_path.name, KeptPlan, _PLAN_BYTES)
@@ -137,7 +137,7 @@ def _values(plan: MemoryPlan) -> dict[str, Any]:
 
 
 def _row(policy: PolicyForecast, chosen: str) -> dict[str, Any]:
-    """Return a policy as a row of the table."""
+    """Return a policy (of recomputing and offloading) with its predicted sizes as a table row."""
     sizes = (policy.forward_end_bytes, policy.peak_bytes, policy.step_peak_bytes)
     return {
         "name": policy.name,
@@ -168,7 +168,7 @@ def _policy_bars(policies: Sequence[PolicyForecast], plan: MemoryPlan) -> Markup
 
 
 def _part_sizes(plan: MemoryPlan) -> Iterator[tuple[str, int]]:
-    """Yield the parts of a step's peak, in bytes; activations are what the others leave."""
+    """Yield the parts of a step's peak memory in bytes; activations are the rest of the peak."""
     memory, fixed = plan.memory, plan.fixed
     if memory is None or fixed is None:
         return
@@ -224,7 +224,7 @@ def _part_rows(plan: MemoryPlan) -> list[dict[str, str]]:
 
 
 def block_strip(options: Mapping[str, BlockOption]) -> Markup | None:
-    """Draw a cell per block in the model's order: activations above, frozen weights below."""
+    """Draw a cell per model block: its activations' option above, its frozen weights' below."""
     shown = list(options.items())[:_MOST_BLOCKS]
     if not shown:
         return None
@@ -278,7 +278,7 @@ def _cell(
 def _legend(
     kind: str, values: Iterable[str], colours: Mapping[str, str], words: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return the options that blocks have, the most frequent first."""
+    """Return a legend of the blocks' options (keep, recompute ...), the most frequent first."""
     return [
         {
             "of": kind,
@@ -300,7 +300,7 @@ def _gib(gib: float) -> str:
 
 
 def _peak_plot(facts: RunFacts, plan: MemoryPlan | None) -> dict[str, Any] | None:
-    """Plot peak memory of rank 0's GPU over the steps, with the planned peak as a limit."""
+    """Plot the peak memory of rank 0's GPU over the steps, with the planned peak as a limit."""
     kept = facts.rows.kept
     if not len(kept):
         return None

@@ -1,4 +1,4 @@
-"""The data of a run page's plots as JSON: series, branches that were given up, and marks."""
+"""The data of a run page's plots as JSON: metrics, steps that were given up, and event marks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -30,13 +30,13 @@ TITLES: Final = {
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot of a run page."""
+    """One plot of a run page, and the metrics that it shows."""
 
     key: str
     names: tuple[str, ...]
-    """Series that are shown at first."""
+    """Metrics that the plot shows at first."""
     more: tuple[str, ...]
-    """Series that can be switched on."""
+    """Further metrics that a reader can switch on."""
 
     @property
     def title(self) -> str:
@@ -63,7 +63,7 @@ PANELS: Final = tuple(
 
 
 def panels_of(rows: MetricRows) -> list[Panel]:
-    """Return the plots of a run, without those for which it has no numbers."""
+    """Return the plots of a run, without those of whose metrics it has no numbers."""
     return [
         each
         for each in PANELS
@@ -73,7 +73,7 @@ def panels_of(rows: MetricRows) -> list[Panel]:
 
 
 def series_payload(rows: MetricRows, query: Mapping[str, str]) -> dict[str, Any]:
-    """Return series of a span of steps, as JSON-able data.
+    """Return metrics of a range of steps, reduced for plotting, as JSON-able data.
 
     Args:
         rows: the run's metrics.
@@ -112,7 +112,7 @@ def _count(query: Mapping[str, str], name: str, default: int) -> int:
 
 
 def as_json(series: Series) -> dict[str, Any]:
-    """Return mean, minimum and maximum of each pixel; the last two only where they differ."""
+    """Return a metric's mean, minimum and maximum per pixel; the last two only if they differ."""
     is_range = bool(np.any(series.low < series.high))
     # A step in which no clip drew a sigma of a part has no loss of that part: not a fault.
     is_sparse = series.metric.is_sparse
@@ -150,5 +150,5 @@ def _branches(
 
 
 def marks_payload(marks: Sequence[Mark]) -> list[dict[str, Any]]:
-    """Return the marks of the time line as JSON-able data; times are seconds since 1970."""
+    """Return marks of events on the time line as JSON-able data; times are seconds since 1970."""
     return [asdict(mark) for mark in marks]

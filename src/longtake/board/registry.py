@@ -16,4 +16,4 @@ RENDER: Final[dict[PageName, Render]] = {
     "nodes": nodes_page.render_nodes,
     "plan": plan_page.render_plan,
 }
-"""Functions from facts, links and the URL's query to HTML."""
+"""Functions that render a page to HTML, by page: from facts of a run, links and the URL's query."""

@@ -28,11 +28,15 @@ _MOST_STILLS = 256
 
 @dataclass
 class ReportLinks(PageLinks):
-    """Links within one file, which embeds videos and pictures up to `media_bytes`."""
+    """Makes the URLs in a report that is one file, and embeds up to `media_bytes` of media.
+
+    Media are videos and pictures.
+    """
 
     run: RunFacts
     media_bytes: int | None
-    """Maximum total size of the embedded videos and pictures; None: no page shows them."""
+    """Maximum total bytes of the embedded videos and pictures; None: no page of the report shows
+    any."""
     num_left_out: int = 0
     _chosen: dict[str, bytes] = field(default_factory=dict)
     _num_stills: int = 0
@@ -70,9 +74,10 @@ def _base64(data: bytes) -> str:
 
 
 def newest_first(facts: RunFacts) -> Iterable[str]:
-    """Yield paths of sampled videos and pictures below the run, the most informative first.
+    """Yield paths of sampled videos and pictures relative to the run, most informative first.
 
-    These are of the newest checkpoint of each preset, then of the first, then of those between.
+    Those of the newest checkpoint of each preset come first, then of the first, then of those
+    between.
     """
     directory = EvaluationDirectory(facts.run)
     by_preset = {name: steps for name in directory.presets() if (steps := directory.steps(name))}
@@ -91,7 +96,7 @@ def newest_first(facts: RunFacts) -> Iterable[str]:
 
 
 def _spread(steps: list[int]) -> list[int]:
-    """Order steps: the last, the first, then repeatedly the middle of each remaining gap."""
+    """Order sampled steps: the last, the first, then the middle of each remaining gap."""
     found = [*steps[-1:], *steps[:1]]
     gaps = [(0, len(steps) - 1)]
     while gaps:
@@ -109,7 +114,7 @@ def render_report(
     pages: Sequence[PageName] = tuple(RENDER),
     query: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of one file with pages of a run, one below the other."""
+    """Return the HTML of a report: a file with pages of a run, one below the other."""
     # Videos come first, if there are any.
     has_samples = facts.summary.sample is not None
     order = sorted(pages, key=lambda name: name != "samples") if has_samples else pages
@@ -130,7 +135,7 @@ def render_report(
 
 
 def _results(facts: RunFacts) -> Iterable[str]:
-    """Yield a line with the newest measures of each preset."""
+    """Yield a line per preset (set of prompts) with the measures of its newest samples."""
     for each in evaluated(facts.run):
         numbers = [
             f"{name} {value:.0%}"
@@ -151,7 +156,7 @@ def write_report(
     pages: Sequence[PageName] = tuple(RENDER),
     query: Mapping[str, str] | None = None,
 ) -> ReportLinks:
-    """Write pages of a run to one HTML file.
+    """Write pages of a run to one HTML file, the report.
 
     Args:
         path: the run directory.

@@ -16,11 +16,11 @@ _COMPARED = ("loss", "loss_smoothed", "grad_norm", "weight_norm", "learning_rate
 
 @dataclass(frozen=True)
 class ListedRun:
-    """One run in the list as the page shows it."""
+    """One run of the list of runs, in the form that the page shows."""
 
     summary: RunSummary
     name: str
-    """Path from the folder to the run; empty if the run is the folder itself."""
+    """Path from the listed folder to the run; empty if the run is that folder itself."""
     title: str
     line: dict[str, str]
     sample: str | None
@@ -48,7 +48,7 @@ def render_runs(folder: Path, summaries: Sequence[RunSummary], links: PageLinks)
 
 
 def render_comparison(runs: Sequence[RunFacts], links: PageLinks) -> str:
-    """Return a page with the curves of runs in one plot, and the recipe keys that differ."""
+    """Return a page that compares runs: curves in one plot, and the recipe keys that differ."""
     query = {"names": ",".join(_COMPARED), "pixels": "1000"}
     return render(
         "compare.html",

@@ -24,7 +24,7 @@ from longtake.inspection.sampled import SampledPreset, has_results, preset_names
 from longtake.run_dir import RunDirectory
 
 COLUMNS: Final = 6
-"""Default number of checkpoints across: as many videos as a browser decodes at once."""
+"""Default number of checkpoints side by side: as many videos as a browser decodes at once."""
 COLUMNS_OF_TINY: Final = 12
 COLUMN_CHOICES: Final = (4, 6, 8, 12, 24)
 VIEWS: Final = ("grid", "single", "compare")
@@ -39,7 +39,7 @@ _EARLIER: Final = {"before": "the checkpoint before", "first": "the first checkp
 
 @dataclass(frozen=True)
 class Cell:
-    """One prompt and seed at one checkpoint; `url` is None if there is no file to show."""
+    """The sample of one prompt and seed at one checkpoint; `url` is None without a file."""
 
     step: int
     scene: int
@@ -51,12 +51,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Measured:
-    """One measure over the checkpoints."""
+    """One measure of the samples over the checkpoints, as a line of the page."""
 
     name: str
     unit: str
     values: list[float | None]
-    """One value per checkpoint; None where it was not measured."""
+    """The measure's value at each checkpoint; None where it was not measured."""
     band: tuple[float, float] | None
     marks: dict[int, str]
     picture: Markup
@@ -64,7 +64,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """The query's values, replaced by defaults where missing or invalid."""
+    """What the samples page shows by the URL's query; defaults where that is missing or invalid."""
 
     preset: str
     step: int
@@ -170,7 +170,7 @@ def _one_of(known: Sequence[str], wanted: str | None) -> str:
 
 
 def columns(steps: Sequence[int], chosen: int, count: int) -> list[int]:
-    """Choose at most `count` steps: first, chosen and newest, and others evenly between."""
+    """Choose at most `count` sampled steps: first, chosen, newest, and others evenly between."""
     if len(steps) <= count:
         return list(steps)
     places = {round(place * (len(steps) - 1) / (count - 1)) for place in range(count)}
@@ -203,7 +203,7 @@ def _row(
 def _galleries(
     facts: RunFacts, links: PageLinks, sampled: Sequence[SampledPreset], shown: SampledPreset
 ) -> list[dict[str, Any]]:
-    """Return the newest results of the other presets, for a file that cannot load them later."""
+    """Return the newest results of the other presets, for a page that cannot load them later."""
     found = []
     for preset in sampled:
         result = preset.results[-1]
@@ -240,7 +240,7 @@ def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int,
 def _pictures(
     facts: RunFacts, links: PageLinks, preset: SampledPreset, scene: Scene
 ) -> list[dict[str, str]]:
-    """Return name and URL of each input picture that a prompt was sampled with."""
+    """Return name and URL of each input picture with which a prompt was sampled."""
     # Files are named by the number of their prompt.
     files = (each.files[scene] for each in preset.results if scene in each.files)
     number = next(files, "").partition("_")[0]
@@ -264,7 +264,7 @@ def _is_tiny(preset: SampledPreset) -> bool:
 
 
 def cell_size(height: float | None, width: float | None, side: int) -> tuple[int, int] | None:
-    """Return width and height in pixels; tiny clips get a multiple of theirs. None if unknown."""
+    """Return the shown width and height of a clip; tiny ones are enlarged. None if unknown."""
     if height is None or width is None:
         return None
     longer = max(height, width)
@@ -277,7 +277,7 @@ def cell_size(height: float | None, width: float | None, side: int) -> tuple[int
 
 
 def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
-    """Return the means of all measures, then the held-out losses, over the checkpoints."""
+    """Return the means of a preset's measures over the checkpoints, then its held-out losses."""
     results = [each for each in preset.results if each.is_whole]
     names = dict.fromkeys(name for each in reversed(results) for name in each.measures)
     losses = dict.fromkeys(name for each in results for name in each.held_out)
@@ -307,7 +307,10 @@ def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
 
 
 def said_of_alarm(alarm: Alarm) -> str:
-    """Describe an alarm. Only drift is one: early models differ from their clips by nature."""
+    """Describe an alarm of samples' measures. Only drift is one; others are comparisons.
+
+    Early models differ from their training clips by nature.
+    """
     message = alarm["message"].replace(alarm["measure"], alarm["measure"].replace("_", " "), 1)
     return message if alarm["kind"] == "drift" else f"A comparison, not a fault: {message}"
 
@@ -326,7 +329,7 @@ def _earlier(preset: SampledPreset) -> list[tuple[str, str]]:
 def _offered(
     facts: RunFacts, presets: Mapping[str, SampledPreset], preset: SampledPreset
 ) -> list[tuple[str, str]]:
-    """Return the values that `with` may have, each with a title."""
+    """Return what a result can be compared with (values of the query's `with`), with titles."""
     scenes = set(preset.scenes)
     alike = [
         (f"preset:{name}", f"{name} ({each.weights or 'weights not known'})")
@@ -341,14 +344,14 @@ def _offered(
 
 
 def _runs_with(facts: RunFacts, preset: str) -> Mapping[str, RunDirectory]:
-    """Return other runs that have results of a preset, by name."""
+    """Return the other runs that have results of a preset, by name."""
     return {name: run for name, run in facts.neighbours().items() if has_results(run, preset)}
 
 
 def _other(
     facts: RunFacts, preset: SampledPreset, against: str
 ) -> tuple[str, SampledPreset] | None:
-    """Return the run's name and the preset that `with` names, or None if it is not found."""
+    """Return run and preset to compare with, by the query's `with`; None if it is not found."""
     kind, _, name = against.partition(":")
     if not name:  # neither "run:" nor "preset:": the name of a run, a preset or its weights
         kind, name = "run" if against in facts.neighbours() else "preset", against
@@ -400,7 +403,7 @@ def _payload(
 def _videos(
     run: str, links: PageLinks, preset: SampledPreset, scenes: Sequence[Scene]
 ) -> dict[str, Any]:
-    """Describe the files of all checkpoints in the order of the scenes.
+    """Describe a preset's files of all checkpoints in the order of the scenes (prompt, seed).
 
     `sets` has each different list of file names once, as most checkpoints have the same; a step
     refers to its list by index.
@@ -433,7 +436,7 @@ def _videos(
 
 
 def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
-    """Return the parts of the command that samples a video again; scripts add step and file."""
+    """Return parts of the command that samples a video again; scripts add its step and file."""
     run = shlex.quote(str(facts.run.path))
     prompts = [
         f"--prompt {shlex.quote(scene.prompt)} --seed {scene.seed}"
@@ -448,7 +451,7 @@ def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
 
 
 def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | None) -> list[str]:
-    """Return options of `longtake sample` for settings that differ from the recipe's."""
+    """Return the options of `longtake sample` for settings that differ from the recipe's."""
     usual: dict[str, Any] = {}
     if recipe is not None:
         usual = recipe.sampling.model_dump(mode="json")
@@ -483,7 +486,7 @@ def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | N
 
 @cache
 def _units() -> Mapping[str, str]:
-    """Return the units of longtake's own measures."""
+    """Return the units of longtake's own measures of samples, by name."""
     from longtake.evaluation.measures import MEASURES  # imports scipy, which is slow
 
     return {name: known.unit for name, known in MEASURES.items()}

@@ -64,7 +64,7 @@ _MOST_READERS = 16
 _LISTED_SECONDS = 10.0
 _PATIENCE_SECONDS = 2.0  # after it, a page shows the progress of reading metrics.jsonl
 _POSTERS_AT_ONCE = CapacityLimiter(4)
-"""Decoding stills is slow: with threads of its own, it does not keep pages waiting."""
+"""Limits the threads that decode stills of videos, which is slow, so that pages do not wait."""
 _GZIPPED_BYTES = 2048
 _COLUMN_BYTES = 2**20  # size of a long run's columns: glibc would keep freed ones below 32 MiB
 _STATIC_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
@@ -86,7 +86,7 @@ _HEADERS: Final = {
 
 
 class Board:
-    """The runs of a folder, with readers of those that were opened most recently."""
+    """The runs of the served folder, with readers of the runs that were opened most recently."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -126,7 +126,7 @@ class Board:
         return ["" if name == "." else name for name in names]
 
     def other_runs(self, name: str) -> dict[str, RunDirectory]:
-        """Return the runs except `name` by name; the listing is cached for `_LISTED_SECONDS`."""
+        """Return the other runs by name; the listing is cached for `_LISTED_SECONDS`."""
         now = time.monotonic()
         if self._listed is None or now - self._listed[0] > _LISTED_SECONDS:
             self._listed = now, self.run_names()
@@ -203,7 +203,7 @@ def show_media(request: Request) -> Response:
 
 
 class _FileAnswer(FileResponse):
-    """Sends an open file: the file that was checked, even if its path is replaced meanwhile."""
+    """Response that sends an open file, the one that was checked, even if its path is replaced."""
 
     def __init__(self, file: BufferedReader, kind: str) -> None:
         path, headers = f"/proc/self/fd/{file.fileno()}", {"cache-control": "private, max-age=60"}
@@ -269,7 +269,7 @@ def _as_live(summary: RunSummary) -> dict[str, Any]:
 
 
 def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float) -> Response:
-    """Stream server-sent events: one whenever the result of `read` has changed.
+    """Stream server-sent events to a page: one whenever the result of `read` has changed.
 
     Nothing is read while no page is connected; the browser reconnects by itself.
     """
@@ -300,7 +300,7 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
 
 
 class _EventStream(StreamingResponse):
-    """A stream that counts from its creation, so that simultaneous requests obey the limit."""
+    """An event stream that counts from its creation: simultaneous requests obey the limit."""
 
     def __init__(self, board: Board, events: AsyncIterator[bytes], **options: Any) -> None:
         super().__init__(events, **options)
@@ -321,7 +321,7 @@ _HOST: Final = re.compile(r"(?P<name>\[[0-9A-Fa-f:.]+\]|[^][:@/\s]+)(:[0-9]{1,5}
 
 
 class Guard:
-    """Refuses other methods, other host names and, if there is a token, requests without it."""
+    """Middleware that refuses other methods than GET, unknown hosts, and a missing token."""
 
     def __init__(
         self, app: Starlette, folder: Path, hosts: frozenset[str], token: str | None, port: int
@@ -392,7 +392,7 @@ def _show_failure(request: Request, error: Exception) -> Response:
 
 
 class _Text(StringConvertor):
-    """Matches the rest of a path, in which a run's name may contain a newline."""
+    """Matches the rest of a URL's path, as a run's name may contain a newline."""
 
     regex = "(?s:.*)"
 
@@ -403,7 +403,7 @@ register_url_convertor("text", _Text())
 def make_app(
     folder: Path, *, hosts: frozenset[str], token: str | None = None, port: int = DEFAULT_PORT
 ) -> Guard:
-    """Return the application, which answers requests for the given host names only."""
+    """Return the board's web application, which answers requests for these host names only."""
     app = Starlette(
         routes=[
             Route("/", show_runs),
@@ -429,7 +429,7 @@ def make_app(
 
 
 class _Connection(H11Protocol):
-    """Closes connections whose requests do not arrive: uvicorn waits for them without a limit.
+    """Closes connections on which no request arrives: uvicorn waits for one without a limit.
 
     Each request must arrive within `_REQUEST_SECONDS`. When too many connections wait for a
     request, the oldest is closed, so that they never use up the process's file descriptors.
@@ -471,19 +471,19 @@ class _Connection(H11Protocol):
 
 
 def _most_waiting() -> int:
-    """Return a quarter of the number of files that this process may open."""
+    """Return the most connections that may wait: a quarter of the files this process may open."""
     return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
 
 
 class _Server(uvicorn.Server):
-    """Ends the event streams at the first signal: uvicorn would wait for them."""
+    """The board's uvicorn server; ends event streams at the first signal, not waiting for them."""
 
     def __init__(self, config: uvicorn.Config, board: Board) -> None:
         super().__init__(config)
         self._board = board
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle a signal as `uvicorn.Server` does, after the streams were told to stop."""
+        """Handle a signal as `uvicorn.Server` does, after the event streams were told to stop."""
         self._board.stopping.set()
         super().handle_exit(sig, frame)
 
@@ -498,7 +498,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens on `port`, or on a port after it if the default is taken.
+    """Return a socket that listens on `port`; if the default is taken, on a port after it.
 
     Raises:
         RunError: the address cannot be used.
@@ -544,7 +544,7 @@ def known_hosts(host: str) -> frozenset[str]:
 
 
 def address(host: str, port: int, token: str | None = None) -> str:
-    """Return the URL to open; a token is placed after "#", which browsers never send or log."""
+    """Return the board's URL; a token is placed after "#", which browsers never send or log."""
     shown = "localhost" if is_loopback(host) else host
     if host in ("0.0.0.0", "::"):  # noqa: S104 - it is compared
         shown = socket.gethostname()

@@ -1,4 +1,4 @@
-"""Stalls of a run as a page shows them: the diagnosis, what was done, and a tree of stacks."""
+"""Stalls of a run as a page shows them: diagnosis, actions taken, and a tree of process stacks."""
 
 import os
 from collections.abc import Hashable, Mapping, Sequence
@@ -40,7 +40,7 @@ _Name = Annotated[str, Field(max_length=4096)]
 
 
 class _Pulse(TypedDict):
-    """A `Heartbeat.as_dict` in a dump."""
+    """A heartbeat of a process in a stack dump (see `Heartbeat.as_dict`)."""
 
     role: _Name
     pid: fsio.Count
@@ -55,7 +55,7 @@ class _Pulse(TypedDict):
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a stack in words."""
+    """One call of a process's stack in words."""
 
     text: str
     kind: str  # own, library or native
@@ -63,7 +63,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Group:
-    """Processes whose main threads have the same stack."""
+    """Processes of a stalled run whose main threads have the same stack."""
 
     who: str
     doing: str
@@ -80,7 +80,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StackTree:
-    """The groups of processes in a stall's dumps, the cause first."""
+    """Groups of processes with equal stacks in the dumps of a stall, the cause first."""
 
     groups: Sequence[Group]
     num_left: int  # processes in groups that are not shown
@@ -93,7 +93,7 @@ class StackTree:
 
 @dataclass(frozen=True)
 class Stall:
-    """One stall of a run, described in words."""
+    """One stall of a run (a process that did not move on), described in words."""
 
     token: str
     time: str
@@ -111,7 +111,7 @@ class Stall:
 
 
 def read_stalls(facts: RunFacts, chosen: str | None) -> tuple[list[Stall], list[str]]:
-    """Return the stalls of a run, the newest first; only the chosen or newest one has stacks."""
+    """Return a run's stalls, the newest first; only the chosen or the newest one has stacks."""
     found, problems = list[StallDiagnosis](), list[str]()
     folder = diagnosis_path(facts.run, "any").parent
     written = list[tuple[float, str]]()
@@ -170,7 +170,7 @@ def _stall(record: StallDiagnosis, facts: RunFacts, tree: StackTree | None) -> S
 
 
 def _cause(suspect: Suspect) -> str:
-    """Describe the process that others wait for, and its innermost call outside of libraries."""
+    """Describe the process that caused a stall, and its innermost call outside of libraries."""
     if suspect.role == "node":
         return suspect.host
     rank = "" if suspect.rank is None else f"rank {suspect.rank}"
@@ -207,7 +207,7 @@ def _ended(
 
 
 def tree_of(facts: RunFacts, record: StallDiagnosis) -> StackTree:
-    """Read the dumps of all nodes, or of as many as fit the limits, those of suspects first."""
+    """Read the nodes' stack dumps for a stall within limits of size, suspects' nodes first."""
     suspects = [each.host for each in record.suspects]
     # Suspects first, so that the limits never hide the cause.
     hosts = sorted(hosts_of(facts.run), key=lambda host: host not in suspects)

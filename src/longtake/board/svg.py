@@ -13,15 +13,15 @@ from longtake.formatting import printable
 
 @dataclass(frozen=True)
 class Bar:
-    """A part of a bar of `charts.stacks`, with its label and its value in words."""
+    """A part of a stacked bar of `charts.stacks`, with its label and its value in words."""
 
     label: str
     value: float
-    """Length of the bar; at least 0."""
+    """Length of the part in the bar's unit; at least 0."""
     text: str
-    """The value in words, with its unit."""
+    """The part's value in words, with its unit."""
     colour: str = "1"
-    """Suffix of a `fill-*` class in board.css."""
+    """Suffix of a `fill-*` class in board.css that colours the part."""
 
 
 SPARK_PADDING: Final = 4
@@ -35,7 +35,7 @@ def sparkline(
     marks: Mapping[int, str] | None = None,
     now: int | None = None,
 ) -> Markup:
-    """Draw a line through values over steps.
+    """Draw a sparkline: a small line through values over steps.
 
     Args:
         steps: steps in ascending order.
@@ -88,7 +88,7 @@ def sparkline(
 
 
 def no_still(reason: str) -> bytes:
-    """Return an SVG file that takes the place of a still and says why there is none."""
+    """Return an SVG file to show in place of a video's still, with the reason for its absence."""
     words, lines = f"No still: {reason}".split(), [""]
     for word in words:
         if len(lines[-1]) + len(word) > 30:

@@ -1,4 +1,4 @@
-"""Dumps on request of a person: of all nodes of a run, or of a process and its descendants."""
+"""Stack dumps that a person requests: of all nodes of a run, or of one process and its children."""
 
 import os
 import pwd
@@ -39,7 +39,7 @@ class RunDumps:
 
 
 def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
-    """Dump all processes of a run through the nodes' watchers; this node needs no watcher.
+    """Dump the stacks of all processes of a run, through the nodes' watchers; none is needed here.
 
     Raises:
         RunError: the folder is not a run directory, or no process of the run is alive.
@@ -76,7 +76,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
 
 
 def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
-    """Dump a process of this node and all its descendants.
+    """Dump the stacks of a process of this node and of all its descendants.
 
     Raises:
         RunError: there is no such process, or it belongs to another user.

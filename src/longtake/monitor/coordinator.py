@@ -1,9 +1,9 @@
-"""Coordination of a stall over all nodes: alarm, requests for dumps, and a single diagnosis.
+"""Coordination of a stall over all nodes: alarm, requests for stack dumps, and one diagnosis.
 
 A stall has the same token on all nodes: launch, step, and the number of earlier stalls at that
-step. The node that detects it writes requests/<token>.json once, and every node dumps its
-processes. Then the nodes may make the diagnosis in turn, beginning with the requester, so that a
-dead watcher does not prevent it.
+step. The node that detects it writes requests/<token>.json once, and every node dumps the stacks of
+its processes. Then the nodes may make the diagnosis in turn, beginning with the requester, so that
+a dead watcher does not prevent it.
 """
 
 import threading
@@ -67,7 +67,7 @@ def stall_request(
 
 
 def write_request(run: RunDirectory, request: node_dir.DumpRequest) -> node_dir.DumpRequest:
-    """Write a request, or return the one that another node has already written for its token."""
+    """Write a request for stack dumps, or return another node's request with the same token."""
     path = node_dir.request_path(run, request["token"])
     # Two nodes may raise the alarm at the same moment: the first request is valid for both.
     if not write_once(path, request):
@@ -86,10 +86,11 @@ def run_step(heartbeat: Heartbeat, heartbeats: Iterable[Heartbeat]) -> int:
 
 
 class RequestQueue:
-    """Finds dump requests that this node has not answered.
+    """Finds requests for stack dumps that this node has not answered.
 
-    Of the requests from before its first look it takes recent ones, whose requester still waits,
-    and stalls of the current launch without a diagnosis: the watcher before this one may have died.
+    Of the requests that are older than this watcher it takes recent ones, whose requester still
+    waits, and stalls of the current launch without a diagnosis: the watcher before this one may
+    have died.
     """
 
     def __init__(self, node: node_dir.NodeDirectory) -> None:
@@ -99,7 +100,7 @@ class RequestQueue:
         self._refused: list[str] = []
 
     def new_token(self, launch: str, step: int) -> str:
-        """Return the token of a new stall: the same on all nodes, and not yet requested."""
+        """Return a token that identifies a new stall on all nodes, and that no request has yet."""
         tokens = (f"stall_{launch or _NO_LAUNCH}_{step:08d}_{number}" for number in count())
         return next(token for token in tokens if token not in self._seen)
 
@@ -107,7 +108,7 @@ class RequestQueue:
         self._seen.add(token)
 
     def look(self, launch: str) -> list[node_dir.DumpRequest]:
-        """Read unanswered requests of the current launch, sorted by time; accesses the disk."""
+        """Read this launch's unanswered requests for dumps from the run directory, by time."""
         folder = node_dir.requests_path(self._run)
         names = {path.stem for path in folder.glob("[!.]*.json")} if folder.is_dir() else set()
         found = (self._read(name) for name in names - self._seen)
@@ -150,7 +151,7 @@ class RequestQueue:
         return is_ours and not node_dir.diagnosis_path(self._run, token).exists()
 
     def _is_awaited(self, token: str) -> bool:
-        """Return True if a request was made just before this watcher began, by file times.
+        """Return True if a dump was requested just before this watcher began, by file times.
 
         Both times are set by the disk's server, so the clocks of nodes do not matter.
         """
@@ -173,7 +174,7 @@ def wait_for_dumps(
     seconds: float,
     launch: str | None = None,
 ) -> dict[str, bool]:
-    """Wait until every node with a living watcher has written its dump.
+    """Wait until every node with a living watcher has written its stack dump for a request.
 
     Args:
         disk: thread for the run directory.
@@ -218,7 +219,7 @@ def wait_for_dumps(
 def read_dumps(
     disk: reporting.RunDirThread, token: str
 ) -> tuple[list[node_dir.NodeDump], list[str]]:
-    """Read the nodes' dumps one after the other until time is up.
+    """Read the stack dumps of the nodes for a request, one by one, until time is up.
 
     Returns:
         The dumps, and the hosts whose dump was not read in time.
@@ -255,7 +256,7 @@ def collect_dumps(
     before: Mapping[str, Any],
     since: float,
 ) -> tuple[list[node_dir.NodeDump], list[str]]:
-    """Collect all nodes' dumps for a stall, and the hosts of its launch without a dump."""
+    """Collect the nodes' stack dumps for a stall, and the hosts of its launch without one."""
     token, launch = request["token"], str(request.get("stall", {}).get("launch", ""))
     missing = wait_for_dumps(disk, token, before, since, _SECONDS_FOR_OTHERS, launch)
     found, unread = read_dumps(disk, token)
@@ -266,7 +267,7 @@ def collect_dumps(
 
 
 def turn_of(host: str, asker: str, answered: Iterable[str]) -> int:
-    """Return a node's place in the order of diagnosis: the requester, then nodes with a dump.
+    """Return a node's turn to diagnose a stall: first the requester, then nodes with a stack dump.
 
     They do not diagnose at the same time: the dumps of a thousand nodes are gigabytes, read from
     one disk.
@@ -285,7 +286,7 @@ def read_diagnosis(disk: reporting.RunDirThread, token: str) -> StallDiagnosis |
 
 @dataclass
 class _OpenStall:
-    """A stall that this node has dumped and that has no diagnosis yet."""
+    """A stall for which this node has dumped its stacks and that has no diagnosis yet."""
 
     request: node_dir.DumpRequest
     dump: node_dir.NodeDump  # this node's
@@ -296,7 +297,7 @@ class _OpenStall:
 
 
 class DumpService:
-    """Answers this node's alarms and all nodes' dump requests, in a thread of its own."""
+    """Dumps stacks for alarms of this node and requests of all nodes, in a thread of its own."""
 
     def __init__(
         self,
@@ -334,7 +335,7 @@ class DumpService:
         self._wake.set()
 
     def prepare(self, *, is_near: bool) -> None:
-        """Collect early rounds of dumps while an alarm may come within `lead_seconds`."""
+        """Begin to dump stacks early, while an alarm may come within `lead_seconds`."""
         if is_near and not self._is_near:
             self._wake.set()
         self._is_near = is_near
@@ -346,7 +347,7 @@ class DumpService:
         return self._outcomes.get(token)
 
     def close(self, seconds: float) -> None:
-        """Stop answering requests for dumps, and wait up to `seconds` for the current one."""
+        """Stop answering requests for stack dumps, and wait up to `seconds` for the current one."""
         self._end.set()
         self._wake.set()
         if self._thread.is_alive():
@@ -434,7 +435,7 @@ class DumpService:
         return dump
 
     def _conclude_stalls(self) -> None:
-        """Act on diagnoses that other nodes have published, or diagnose at this node's turn."""
+        """Act on diagnoses of stalls by other nodes, or diagnose stalls at this node's turn."""
         for token, stall in list(self._open.items()):
             self._token = token
             age = time.monotonic() - stall.dumped_at
@@ -459,7 +460,7 @@ class DumpService:
         return 1 if stall.turn is None else stall.turn
 
     def _conclude(self, stall: _OpenStall) -> None:
-        """Diagnose a stall from all nodes' dumps; the first diagnosis written to disk is valid."""
+        """Diagnose a stall from all nodes' stack dumps; the first diagnosis on disk is valid."""
         request, token, run = stall.request, stall.request["token"], self._target.run
         answers, silent = collect_dumps(self._disk, request, stall.dump, stall.before, stall.since)
         answers = [self._with_current_alarm(each, request) for each in answers]
@@ -491,7 +492,7 @@ class DumpService:
     def _with_current_alarm(
         self, dump: node_dir.NodeDump, request: node_dir.DumpRequest
     ) -> node_dir.NodeDump:
-        """Replace the heartbeat of the process that raised the alarm by its current one.
+        """Return a stack dump with the current heartbeat of the process that raised the alarm.
 
         The process may have moved on while the other nodes' dumps were awaited. A dump of another
         node is returned unchanged.
@@ -526,6 +527,6 @@ class DumpService:
         self._actions.act_on(diagnosis, request)
 
     def _heartbeats(self) -> dict[str, dict[str, Any]]:
-        """Read the other nodes' heartbeats, by host; empty if the disk does not answer."""
+        """Read the other nodes' heartbeats by host; none if the run's disk does not answer."""
         found = self._disk.try_ask(lambda: node_dir.node_heartbeats(self._target.run)) or {}
         return {host: each for host, each in found.items() if host != self._target.host}

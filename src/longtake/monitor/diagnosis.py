@@ -1,4 +1,4 @@
-"""Diagnosis of a stall from dumps of all nodes: the process that caused it, and those that wait.
+"""Diagnosis of a stall from all nodes' stack dumps: its cause, and the processes that wait.
 
 A run hangs at one rank, and all others wait for it. A process that only waits is no suspect; one
 that others wait for is, and of several, the one that has progressed least. Suspects are looked for
@@ -43,13 +43,13 @@ def diagnose(
     host: str = "",
     events: Sequence[node_events.NodeEvent] = (),
 ) -> StallDiagnosis:
-    """Find the cause of a stall; incomplete dumps never make it fail.
+    """Find the cause of a stall; incomplete stack dumps never make it fail.
 
     Args:
-        request: the request for dumps, with the alarm.
-        dumps: dumps of all nodes that answered.
-        silent: hosts without a dump.
-        recorders: flight recorders' dumps, by rank.
+        request: the request for stack dumps, with the alarm.
+        dumps: stack dumps of all nodes that answered.
+        silent: hosts without a stack dump.
+        recorders: contents of the ranks' flight recorders (NCCL's last collectives), by rank.
         host: the node that makes the diagnosis.
         events: recent events of nodes, to add to the sentence.
     """
@@ -84,7 +84,7 @@ def diagnose(
 
 
 def has_moved_on(alarm: StallAlarm, dumps: Sequence[node_dir.NodeDump]) -> bool:
-    """Return True if the process that raised an alarm has left its phase by the last round.
+    """Return True if the process that raised an alarm has left its phase by the last dump round.
 
     A rank that died has not moved on. A process that ended normally has, and so has a decode worker
     that died, as its pool has replaced it. Without a dump of its node the result is False.
@@ -132,7 +132,7 @@ def _find_cause(
 
 
 def _halted(snapshot: StallSnapshot) -> list[ProcessState]:
-    """Return processes that are stopped or zombies, and ranks that wait for a device."""
+    """Return a stall's stopped and zombie processes, and its ranks that wait for a device."""
     ranks = [
         each
         for each in snapshot.ranks
@@ -147,7 +147,7 @@ def _halted(snapshot: StallSnapshot) -> list[ProcessState]:
 
 
 def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[ProcessState]:
-    """Return processes that do not wait for another rank, the most suspicious first.
+    """Return the processes of a stall that wait for no other rank, the most suspicious first.
 
     The process that raised the alarm comes first, then those that have progressed least. If some do
     not move, only these are returned, and only if they have stood for at least half as long as the
@@ -177,7 +177,7 @@ def _hanging_alone(snapshot: StallSnapshot, alarm: StallAlarm | None) -> list[Pr
 def _hanging_workers(
     snapshot: StallSnapshot, starved: set[int], alarm: StallAlarm | None
 ) -> list[ProcessState]:
-    """Return decode workers that ranks wait for, or that raised the alarm.
+    """Return decode workers whose clips ranks wait for, or that raised the alarm.
 
     These are the workers that do not move, the longest at their clip first; if all move, the one
     that has been at its clip longest.
@@ -197,7 +197,7 @@ def _hanging_workers(
 
 
 def _out_of_place(snapshot: StallSnapshot) -> list[ProcessState]:
-    """Return ranks that wait at another place than most, if all ranks wait for each other.
+    """Return ranks that wait at another place in the code than most, if all wait for each other.
 
     Without a majority, these are the ranks that have progressed least.
     """

@@ -1,4 +1,4 @@
-"""Stack dumps of all processes of a run on one node in several rounds, and groups of equal stacks.
+"""Stack dumps of a run's processes on one node in several rounds, and groups of equal stacks.
 
 No process is paused: py-spy reads them while they run. At the end, on request, processes that have
 not moved are read once more with their C calls, which pauses each for a moment.
@@ -129,7 +129,7 @@ def dump_node(
     round_seconds: float,
     early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
-    """Dump all processes of a run on this node in several rounds; see `dump_processes`.
+    """Dump the stacks of a run's processes on this node in rounds; see `dump_processes`.
 
     Args:
         folder: the run's heartbeat folder.
@@ -155,7 +155,7 @@ def dump_processes(
     round_seconds: float,
     early: Sequence[tuple[float, Round]] = (),
 ) -> NodeDump:
-    """Dump the processes that `find` returns in each round.
+    """Dump the stacks of the processes that `find` returns, in several rounds.
 
     If the request wants it, C calls are read after the last round, which pauses processes.
     """
@@ -180,7 +180,7 @@ def dump_processes(
 
 
 class EarlyRounds:
-    """Rounds of dumps collected before an alarm, so that a stall is diagnosed sooner.
+    """Rounds of stack dumps collected before an alarm, so that a stall is diagnosed sooner.
 
     Only one thread may use an object.
 
@@ -195,7 +195,7 @@ class EarlyRounds:
         self._found: deque[tuple[float, Round]] = deque(maxlen=rounds)
 
     def collect(self) -> None:
-        """Dump the processes of this node as another early round, if the last one is old enough."""
+        """Dump this node's stacks as another early round, if `round_seconds` have passed."""
         at = time.monotonic()
         if not self._found or at - self._found[-1][0] >= self._round_seconds:
             self._found.append((at, _dump_round(processes_of_run(self._folder), 0.0)))
@@ -204,7 +204,7 @@ class EarlyRounds:
         self._found.clear()
 
     def take(self, pid: int | None) -> list[tuple[float, Round]]:
-        """Return and forget the rounds that show the processes in their current phases.
+        """Return and forget the early rounds of dumps that show processes in their current phases.
 
         These are the rounds since the last beginning of a phase of a rank of this node or of
         process `pid`.
@@ -251,7 +251,7 @@ def _as_json(thread: stacks.ThreadStack) -> dict[str, Any]:
 
 
 def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) -> None:
-    """Add C calls to the stacks of a dump's last round, longest in their phase first."""
+    """Add C calls to the stacks of the last round of a dump, longest in their phase first."""
     dump: Any = {"host": host, "rounds": rounds}
     there = [
         each
@@ -267,7 +267,7 @@ def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) ->
 
 
 def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -> bool:
-    """Return True if a process of the current launch is dead although it should run."""
+    """Return True if a process of the current launch is dead that has not ended normally."""
     if heartbeat.is_alive or heartbeat.phase in ("idle", "ended"):
         return False
     if heartbeat.launch:
@@ -342,24 +342,24 @@ class ProcessTrace:
 
     @property
     def is_stopped(self) -> bool:
-        """True if a signal or a debugger has stopped the process, or it is a zombie."""
+        """True if the process is stopped by a signal or a debugger, or is a zombie."""
         return self.last["state"] in ("T", "t", "Z")
 
     @property
     def is_in_device_wait(self) -> bool:
-        """True if the process was in state D in all of several rounds: a device does not answer."""
+        """True if the process was in state D in all of several rounds: it waits in the kernel."""
         return len(self.rounds) > 1 and {each["state"] for each in self.rounds} == {"D"}
 
     @property
     def is_held_up(self) -> bool:
-        """True if a decode worker with phase `idle` has a clip to begin, or cannot run at all."""
+        """True if an idle decode worker does not begin the clip it was given, or cannot run."""
         given = {(each["heartbeat"] or {}).get("given", "") for each in self.rounds}
         has_not_begun = len(given) == 1 and given != {""} and not self.has_moved
         return has_not_begun or self.is_stopped or self.is_in_device_wait
 
     @property
     def hangs(self) -> bool:
-        """True if the process has work to do and does not move."""
+        """True if the process has work to do and does not move between rounds of the dump."""
         is_idle = self.phase in ("idle", "ended")
         return self.role != "agent" and not is_idle and not self.has_moved
 
@@ -375,7 +375,7 @@ class ProcessTrace:
 
 
 def traces(dumps: Iterable[NodeDump]) -> list[ProcessTrace]:
-    """Collect all processes of all nodes over the rounds, in order of first appearance."""
+    """Collect each process of the nodes' stack dumps over the rounds, in order of appearance."""
     found: list[ProcessTrace] = []
     for dump in dumps:
         seen: dict[int, list[tuple[ProcessDump, float]]] = defaultdict(list)
@@ -400,13 +400,13 @@ def _has_progressed(
 
 
 class StackInterner:
-    """Shares equal stacks between dumps: most processes of a large run are at the same places."""
+    """Shares equal stacks in memory between dumps: most processes of a large run have the same."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[tuple[Any, ...], ...], list[dict[str, Any]]] = {}
 
     def intern(self, dump: NodeDump) -> NodeDump:
-        """Replace stacks of a dump by equal ones of earlier dumps, and return the dump."""
+        """Replace stacks of a dump by equal ones of earlier dumps in place, and return the dump."""
         for each in dump["rounds"]:
             for process in each["processes"]:
                 for thread in process["threads"]:
@@ -417,10 +417,11 @@ class StackInterner:
 
 
 def group_processes(dumps: Iterable[NodeDump]) -> dict[str, Any]:
-    """Group processes with the same role, main thread's stack and stopped state.
+    """Group processes of stack dumps with the same role, main thread's stack and stopped state.
 
     Args:
-        dumps: dumps of nodes; an iterator, as those of a thousand nodes would fill the memory.
+        dumps: stack dumps of nodes; an iterator, as those of a thousand nodes would fill the
+            memory.
 
     Returns:
         JSON values: `launch`; `hosts` that were dumped; `groups`, for each role the largest first;
@@ -447,7 +448,7 @@ _GroupKey = tuple[str, str, str, Stack]  # role, a helper's command, state if st
 
 @dataclass
 class _ProcessGroup:
-    """Processes at the same place: facts of each process, and the C calls of one of them."""
+    """Processes with the same stack: facts of each process, and the C calls of one of them."""
 
     members: list[dict[str, Any]] = field(default_factory=list)
     native: Stack = ()
@@ -494,7 +495,7 @@ def _calls(stack: Stack) -> list[dict[str, Any]]:
 
 
 def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
-    """Remove this node's dumps and flight recorders' files except the `most` newest.
+    """Remove this node's stack dumps and flight recorders' files except the `most` newest.
 
     Only files with names that a watcher gives are removed.
     """
@@ -512,7 +513,7 @@ def prune_dumps(node: NodeDirectory, most: int = _MAX_DUMPS) -> None:
 
 
 def prune_requests(run: RunDirectory, launch: str) -> None:
-    """Remove requests that are more than a day older than the newest one, by file times.
+    """Remove requests for stack dumps that are over a day older than the newest, by file times.
 
     Stalls of the current launch stay, so that the next stall at the same step gets another token.
     """

@@ -1,4 +1,4 @@
-"""Prometheus exporter: serves the content of heartbeat.json over HTTP.
+"""Prometheus exporter: serves a node's heartbeat.json (state and health of its ranks) over HTTP.
 
 The name of each metric begins with `longtake_` and contains its unit. Labels are the node and, if
 they apply, the rank, the phase or the device. A metric that is missing in the heartbeat is missing
@@ -33,7 +33,7 @@ _METRICS = (
 
 
 class HeartbeatCollector(Collector):
-    """Collector that converts the newest heartbeat to metrics at each request."""
+    """Prometheus collector that converts a node's newest heartbeat to metrics at each request."""
 
     def __init__(self) -> None:
         self.record: Mapping[str, Any] = {}
@@ -65,7 +65,7 @@ class HeartbeatCollector(Collector):
 
 
 class Exporter:
-    """HTTP server for Prometheus with the metrics of the newest heartbeat.
+    """HTTP server for Prometheus with the metrics of the node's newest heartbeat.
 
     Attributes:
         port: the port; None: it is not served.
@@ -107,7 +107,7 @@ def _metric(
     labels: Iterable[str],
     samples: Iterable[tuple[list[str], Any]],
 ) -> Metric:
-    """Build a counter if the name ends in _total, else a gauge."""
+    """Build a metric of Prometheus: a counter if its name ends in _total, else a gauge."""
     family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     metric = family(f"longtake_{name}", words, labels=["node", *labels])
     for values, number in samples:

@@ -25,10 +25,9 @@ from typing import Any
 from longtake import errors, fsio, node_dir, trust
 
 MESSAGE = -1
-"""Sequence number of every point-to-point message.
+"""Number that stands for the sequence number of every point-to-point message.
 
-Sender and receiver count messages differently, so only the oldest pending one can be matched.
-"""
+Sender and receiver count messages differently, so only the oldest pending one can be matched."""
 _MAX_BYTES = 2**28
 _ENTRY_KEYS = frozenset(
     ("record_id", "pg_id", "process_group", "collective_seq_id", "profiling_name", "input_sizes")
@@ -47,7 +46,7 @@ class FlightRecorderError(errors.LongtakeError, ValueError):
 
 
 def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Ask ranks of this node to write their files, and return the ranks that got the request.
+    """Ask ranks of this node to write their flight recorders' files, and return those it reached.
 
     A rank writes its file in a thread of its own, about a second later. A rank without a pipe (no
     NCCL), or without a reader of it, is skipped at once.
@@ -56,16 +55,16 @@ def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
 
 
 def file_versions(folder: Path, ranks: Iterable[int]) -> dict[int, object]:
-    """Return the version of each rank's file, which differs from that of any later file."""
+    """Return the version of each rank's flight recorder file, which changes with each new file."""
     return {rank: fsio.file_version(_file(folder, rank)) for rank in ranks}
 
 
 def copy_files(
     folder: Path, ranks: Iterable[int], target: Path, before: Mapping[int, object]
 ) -> list[int]:
-    """Copy files that changed since `before` to `target`/rank_<rank>, and return their ranks.
+    """Copy flight recorder files newer than `before` to `target`, and return their ranks.
 
-    The folder `target` is only created if there is something to copy.
+    The copies are `target`/rank_<rank>. The folder is only created if there is something to copy.
     """
     found = []
     for rank, version in file_versions(folder, ranks).items():
@@ -79,7 +78,7 @@ def copy_files(
 
 
 def remove_files(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove files and pipes of dead ranks, unless a new process with the same rank reads them."""
+    """Remove flight recorder files and pipes of dead ranks; keep pipes that a new process reads."""
     for rank in ranks:
         pipe = _pipe(folder, rank)
         try:
@@ -91,14 +90,14 @@ def remove_files(folder: Path, ranks: Iterable[int]) -> None:
 
 
 def remove_all_files(folder: Path) -> None:
-    """Remove files and pipes of all dead ranks."""
+    """Remove the flight recorder files and pipes of all dead ranks in a heartbeat folder."""
     paths = folder.iterdir() if folder.is_dir() else ()
     names = [_NAME.fullmatch(path.name) for path in paths]
     remove_files(folder, {int(name[1]) for name in names if name})
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Read a flight recorder's pickle; only plain containers, numbers and strings are allowed.
+    """Read the pickle of a flight recorder; it may have plain containers, numbers and strings only.
 
     Raises:
         FlightRecorderError: the file cannot be read, or has another format.
@@ -128,7 +127,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def read_folders(folders: Iterable[Path]) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """Read the files rank_<rank> in the folders of several nodes.
+    """Read flight recorder files rank_<rank> in the folders of several nodes.
 
     Returns:
         The dumps by rank, and an error message for each file that cannot be read.
@@ -169,7 +168,7 @@ def _write_byte(pipe: Path) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class GroupMembers:
-    """A process group of torch and its ranks.
+    """A torch process group and its ranks, according to flight recorders.
 
     Groups are compared by identity, as disjoint groups may have the same name.
     """
@@ -180,7 +179,7 @@ class GroupMembers:
 
 @dataclass(frozen=True)
 class CollectiveOp:
-    """One collective, equal on all its ranks, or one message between two ranks."""
+    """One collective operation, equal on all its ranks, or one message between two ranks."""
 
     group: GroupMembers
     number: int
@@ -193,7 +192,7 @@ class CollectiveOp:
 
 @dataclass(frozen=True)
 class RecordedOps:
-    """Collectives in one rank's flight recorder: the pending ones, and the last of each group."""
+    """Collectives in one rank's flight recorder: the pending ones, and each group's last."""
 
     pending: Mapping[CollectiveOp, Mapping[str, Any]]  # in the order of enqueueing
     enqueued: Mapping[GroupMembers, int]  # the last collective of each group
@@ -205,7 +204,7 @@ class RecordedOps:
 
 @dataclass(frozen=True)
 class BlockedCollective:
-    """A collective at which ranks wait."""
+    """A collective at which ranks wait, and the ranks that hold it up."""
 
     group: str  # the process group's name
     description: str  # the program's name for it; may be empty
@@ -250,7 +249,7 @@ def _blocked(
 
 
 def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset[int]:
-    """Return the ranks that a collective waits for: missing, or still at an earlier one."""
+    """Return ranks that a collective waits for: not joined, or still at an earlier collective."""
 
     def is_behind(own: RecordedOps) -> bool:
         return own.first != op and (op.number == MESSAGE or op in own.pending)
@@ -318,7 +317,7 @@ def _recorded_by(
 
 
 def _ends(entry: Mapping[str, Any], group: GroupMembers) -> tuple[int, int] | None:
-    """Return a message's sender and receiver as ranks of the run; None: unknown."""
+    """Return sender and receiver of a recorded message as ranks of the run; None: unknown."""
     found = _PEERS.search(str(entry["profiling_name"])) if entry["is_p2p"] else None
     if found is None:
         return None
@@ -330,7 +329,7 @@ def _ends(entry: Mapping[str, Any], group: GroupMembers) -> tuple[int, int] | No
 
 
 def _group_names(dump: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of a rank's groups by their numbers in `pg_status`.
+    """Return the names of a rank's process groups by their numbers in the recorder's `pg_status`.
 
     Entries contain both. Groups without entries are matched by order: numbers and names both ascend
     in the order of creation.
@@ -343,7 +342,7 @@ def _group_names(dump: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _groups(dumps: Mapping[int, Mapping[str, Any]]) -> dict[tuple[int, str], GroupMembers]:
-    """Return each rank's groups, by rank and name.
+    """Return the process groups in all ranks' flight recorders, by rank and name.
 
     If a recorder does not state the ranks of a group (gloo), its members are the ranks that used
     it; the default group has all ranks.

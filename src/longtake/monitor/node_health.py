@@ -33,7 +33,7 @@ _CLOSE_SECONDS, _LOG_CLOSE_SECONDS = 0.5, 0.3
 
 
 class NodeHealth:
-    """Samples a node's health in threads of its own, until it is closed."""
+    """Samples the health of a node with probes, in threads of its own, until it is closed."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ _DISK_HANGS = f"{system.HANGS}:{system.DiskProbe.name}"
 
 
 class HealthRules:
-    """Rules that decide what is wrong with a node, from its samples so far.
+    """Rules that decide which problems a node has, from the samples of its health so far.
 
     To add a number: measure and explain it in a probe of `longtake.health`, and add it to a table
     in `node_numbers`, which defines how it is judged or shown. Add a new probe to the probes of
@@ -298,7 +298,7 @@ CLOCK_ADVICE = (
 def clock_event(
     host: str, change: clock.ClockChange, daemons: Sequence[str]
 ) -> tuple[NodeEventKind, dict[str, Any]]:
-    """Return the event of a clock change; `daemons` are programs on the node that set clocks."""
+    """Return the event of a change of a node's clock; `daemons` are programs that set the clock."""
     if isinstance(change, clock.ClockSteady):
         moved = _amount(change.seconds)
         text = f"{host}: the clock runs as usual again; it was moved by {moved}."
@@ -335,7 +335,7 @@ def _amount(seconds: float) -> str:
 
 
 class PeerNodes(system.HealthProbe):
-    """Probe of the other nodes' heartbeats, with which this node is compared; it may hang."""
+    """Health probe that reads the other nodes' heartbeats, to compare this node; it may hang."""
 
     name = "neighbours"
     numbers: Mapping[str, str] = {
@@ -355,7 +355,7 @@ class PeerNodes(system.HealthProbe):
         self._forgets = True
 
     def sample(self) -> system.Numbers:
-        """Read the other nodes' heartbeats; a new node counts from the second sample on."""
+        """Read health numbers in the other nodes' heartbeats; a new node counts from its second."""
         if self._forgets:
             self._forgets = False
             self._offsets.forget()
@@ -410,7 +410,7 @@ class HealthLog(QueueThread[dict[str, Any]]):
 
 
 def thin_out(path: Path) -> None:
-    """Remove every second line of a file; the last line is kept."""
+    """Remove every second line of a health log; its last line is kept."""
     with path.open("rb") as file:
         num_lines = sum(1 for _ in file)
     with atomic_write(path) as aside, path.open("rb") as file, aside.open("xb") as thin:

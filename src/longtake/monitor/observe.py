@@ -1,4 +1,4 @@
-"""Observation of a node's processes: which are alive, which died, and which exceed a time limit.
+"""Observation of a node's processes: living ones, dead ones, and those that exceed a time limit.
 
 Limits are learnt from the launch itself: a phase may take a multiple of its longest duration so
 far. Phases that were not seen yet, or are rare and long, have a constant limit.
@@ -40,7 +40,7 @@ _MIN_WINDOWS, _MIN_WINDOWS_PER_WORKER = 20, 4
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The heartbeats of a node at one moment."""
+    """The heartbeats of a node's processes at one moment, of living and of dead ones."""
 
     now: float  # time.monotonic()
     living: list[Heartbeat]  # processes that exist and whose phase is not `ended`
@@ -57,7 +57,7 @@ class Snapshot:
 
 
 class HeartbeatScanner:
-    """Scanner of a heartbeat folder that is cheap to call several times a second.
+    """Reads the heartbeats of a node's processes, cheaply enough for several times a second.
 
     /proc is read once for each process; afterwards one `poll` of all pidfds finds those that ended.
     """
@@ -109,13 +109,13 @@ def _identity(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 class StaleHeartbeats:
-    """Removes heartbeat pages of dead processes that no diagnosis needs."""
+    """Removes heartbeat files (pages) of dead processes that no diagnosis of a stall needs."""
 
     def __init__(self) -> None:
         self._since: dict[Path, float] = {}
 
     def remove(self, snapshot: Snapshot) -> None:
-        """Remove pages of former launches, and old pages except those of ranks that died."""
+        """Remove heartbeat files of former launches, and old ones except of ranks that died."""
         # Ranks of this launch that died stay, as dumps list them as missing.
         now, launch = snapshot.now, snapshot.launch
         self._since = {each.path: self._since.get(each.path, now) for each in snapshot.dead}
@@ -127,7 +127,7 @@ class StaleHeartbeats:
 
 
 def remove_heartbeats(dead: Iterable[Heartbeat]) -> None:
-    """Remove pages of dead processes, unless a new process has a page at the same path."""
+    """Remove the heartbeat files of dead processes, unless a new process uses the same path."""
     for each in dead:
         # A new process may have got the pid, and thereby the path, since the scan.
         again = read_heartbeat(each.path)
@@ -147,7 +147,7 @@ class DeadRank:
     is_first: bool  # first of its launch on this node; others may have been killed because of it
 
     def as_event(self, oom_kills: int) -> dict[str, Any]:
-        """Return the fields of the event `rank_failed`.
+        """Return the fields of the event `rank_failed` for this rank.
 
         `oom_kills` is the number of the job's processes that the kernel has just killed for lack of
         memory.
@@ -174,7 +174,7 @@ class DeadRank:
 
 
 def alert_of(found: Sequence[DeadRank], oom_kills: int) -> dict[str, Any]:
-    """Return one alert about all ranks that were found dead at the same time, at least one."""
+    """Return one alert about all ranks that were found dead at the same time; at least one."""
     first = next((each for each in found if each.is_first), found[0])
     event = first.as_event(oom_kills)
     if len(found) == 1:
@@ -190,7 +190,8 @@ def alert_of(found: Sequence[DeadRank], oom_kills: int) -> dict[str, Any]:
 class LivenessTracker:
     """Finds ranks of this node that died.
 
-    A rank that was dead at the first look counts only if another rank of its launch lives.
+    A rank that was already dead when the watcher began counts only if another rank of its launch
+    lives.
     """
 
     def __init__(self) -> None:
@@ -200,7 +201,10 @@ class LivenessTracker:
         self._counts: deque[tuple[float, int]] = deque(maxlen=_NUM_COUNTS)
 
     def count_oom_kills(self, count: Callable[[], int], now: float) -> None:
-        """Call `count`, if its last result is some seconds old, to know later which are recent."""
+        """Note the kernel's count of processes killed for lack of memory, every few seconds.
+
+        `count` returns it; the difference to a later count tells how many were killed recently.
+        """
         if not self._counts or now - self._counts[-1][0] >= _SECONDS_BETWEEN_COUNTS:
             self._counts.append((now, count()))
 
@@ -209,7 +213,7 @@ class LivenessTracker:
         return max(0, kills - self._counts[0][1]) if self._counts else 0
 
     def dead_ranks(self, living: Iterable[Heartbeat], dead: Iterable[Heartbeat]) -> list[DeadRank]:
-        """Return ranks that died since the last call."""
+        """Return the ranks of this node that died since the last call."""
         ranks = [each for each in living if each.role == "rank"]
         launches = {each.launch for each in ranks if each.launch}
         self._alive |= set(map(_identity, ranks))
@@ -227,14 +231,14 @@ class LivenessTracker:
 
 @dataclass(frozen=True)
 class Overdue:
-    """A process that has been in its phase for longer than the limit, in seconds."""
+    """A process that has been in its phase for longer than the phase's limit in seconds."""
 
     heartbeat: Heartbeat
     limit: float
 
 
 class WatchSettings(WatchSection):
-    """The recipe's section `watch`, and constants that only tests and drills change."""
+    """Settings of the watcher: the recipe's section `watch`, and constants that tests change."""
 
     factor: float = 5.0  # a phase may last this many times its longest duration so far
     max_seconds: float = 600.0  # upper limit of all phases except those before step 1
@@ -252,7 +256,7 @@ class WatchSettings(WatchSection):
 
 
 class PhaseTimeouts:
-    """Time limits of the phases on this node in the current launch."""
+    """Time limits of the phases of processes on this node, learnt in the current launch."""
 
     def __init__(self, settings: WatchSettings) -> None:
         self.launch = ""  # empty: not known yet
@@ -271,7 +275,7 @@ class PhaseTimeouts:
         self._cleared_at: float | None = None
 
     def learn(self, heartbeats: Iterable[Heartbeat]) -> None:
-        """Learn the limits of phases from living processes; a new launch begins without limits."""
+        """Learn the limits of phases from living processes; a new launch begins without any."""
         found = list(heartbeats)
         ranks = [each for each in found if each.role == "rank"]
         # Another launch may have other shapes, workers and devices: its durations are learnt again.
@@ -290,13 +294,13 @@ class PhaseTimeouts:
                 self._learn_longest(each)
 
     def extend(self, seconds: float, now: float) -> None:
-        """Extend the limits of current phases by a delay of the watcher: all may have slept."""
+        """Extend the limits of current phases by the watcher's own delay: all may have slept."""
         self.seconds_late += seconds
         recent = [each for each in self._delays if now - each[0] < self._settings.start_seconds]
         self._delays = [*recent, (now, seconds)]
 
     def alarm_is_open(self) -> None:
-        """Stop learning from current durations until it is known that there was no stall.
+        """Stop learning limits from current durations until it is known that there was no stall.
 
         This begins with the alarm, as a process may move on between the report and the next scan.
         """
@@ -313,7 +317,7 @@ class PhaseTimeouts:
         self._cleared_at = now
 
     def limit_of(self, heartbeat: Heartbeat, now: float) -> float | None:
-        """Return the seconds that a process's current phase may take; None: unlimited."""
+        """Return the seconds that a process's current phase may last; None: without a limit."""
         base = self._base_limit(heartbeat)
         if base is None or self._is_of_another_launch(heartbeat):
             return None
@@ -327,14 +331,14 @@ class PhaseTimeouts:
     def overdue(
         self, heartbeats: Iterable[Heartbeat], now: float, within: float = 0.0
     ) -> list[Overdue]:
-        """Return processes that exceed their limit, or will `within` seconds, longest first."""
+        """Return processes over their phase's limit, now or `within` seconds, longest first."""
         limits = ((each, self.limit_of(each, now)) for each in heartbeats)
         found = [Overdue(each, limit) for each, limit in limits if limit is not None]
         late = (each for each in found if each.heartbeat.seconds + within > each.limit)
         return sorted(late, key=lambda each: -each.heartbeat.seconds)
 
     def _learn_longest(self, heartbeat: Heartbeat) -> None:
-        """Learn from a process's durations, except those of a stall and of waiting for it."""
+        """Learn limits from a process's phases, except those that a stall has lengthened."""
         who = _identity(heartbeat)
         before = self._stalled.pop(who, None)
         for phase, timing in heartbeat.timings.items():
@@ -385,7 +389,7 @@ _MEAN_SECONDS = 10.0  # shortest time over which a mean is taken
 
 
 class PhaseMeans:
-    """Mean duration of each phase per step, by rank; a rank that has ended keeps its last ones."""
+    """Mean seconds per step of each phase, by rank; an ended rank keeps its last means."""
 
     def __init__(self) -> None:
         self._since: dict[tuple[int, int], tuple[float, Heartbeat]] = {}
@@ -393,7 +397,7 @@ class PhaseMeans:
         self._launch = ""
 
     def update(self, snapshot: Snapshot) -> list[dict[str, Any]]:
-        """Return for each rank JSON values with `rank`, `local_rank`, `step` and means.
+        """Return each rank's mean durations: JSON values with `rank`, `local_rank` and `step`.
 
         The means over the last `steps` steps are `work_seconds` (own work per step) and `phases`.
         """

@@ -1,4 +1,4 @@
-"""Outlier detection: a node's numbers against those of other nodes and its own past, by windows.
+"""Outlier detection: a node's health numbers against other nodes' and its own past, by windows.
 
 A healthy cluster is not uniform, so no single value is judged. A deviation is the distance from the
 median of the others, relative to the mean of both, so that half and twice the time are equally far.
@@ -38,7 +38,7 @@ _NEAR_SAMPLES = 6  # samples after a save in which its data may still be written
 
 
 class StepProbe(HealthProbe):
-    """Probe of the ranks' steps: compares their heartbeats with those of the last sample."""
+    """Health probe of the ranks' training steps: compares heartbeats with the sample before."""
 
     name = "steps"
     numbers: Mapping[str, str] = {
@@ -54,7 +54,7 @@ class StepProbe(HealthProbe):
         self._near = 0
 
     def sample(self) -> Numbers:
-        """Return numbers since the last sample, by rank; `step_work_seconds` needs a new step."""
+        """Return step rates and times since the last sample, by rank; times need a new step."""
         now = time.monotonic()
         found = read_heartbeats(self._folder)
         ranks = {(each.pid, each.started): (now, each) for each in found if each.role == "rank"}
@@ -103,7 +103,7 @@ def peers_of(host: str, hosts: Sequence[str]) -> list[str]:
 
 
 class LivingNodes:
-    """Finds nodes whose heartbeat continues, as opposed to nodes that are gone or hang."""
+    """Finds the nodes whose watchers still write heartbeats; others are gone or hang."""
 
     def __init__(self) -> None:
         self._beats: dict[str, object] = {}
@@ -130,7 +130,7 @@ _ENOUGH_PAST, _MOST_PAST = 3, 30
 
 
 class SlowLinks:
-    """Finds links that a run waits for and that are slower than links usually are."""
+    """Finds network links to other nodes that a run waits for and that are slower than usual."""
 
     numbers: Mapping[str, str] = {
         SLOW: "Rate of the link to that node as a share of the usual rate, if the run waits for it"
@@ -140,7 +140,7 @@ class SlowLinks:
         self._past: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=_MOST_PAST))
 
     def judge(self, own: Numbers, others: Mapping[str, Numbers]) -> Numbers:
-        """Return the rate of each busy link relative to the usual one, by the node it leads to.
+        """Return the relative rate of each busy network link (1: usual), by the node it leads to.
 
         The usual rate is the median of the current rates of other nodes' links and of this link's
         past.
@@ -185,7 +185,7 @@ class NoiseEstimate:
         self._changes.append(abs(change))
 
     def deviation(self) -> float:
-        """Return the estimated standard deviation of the noise, rather too large; 0: unknown."""
+        """Return the standard deviation of the number's noise, rather too large; 0: unknown."""
         changes, count = self._changes, self.count
         if not count:
             return 0.0
@@ -198,14 +198,14 @@ class NoiseEstimate:
 
 
 class SharedNoise:
-    """Noise shared by all devices of a kind, which is known sooner than that of each device."""
+    """Noise of a health number over all devices of a kind, known sooner than each device's."""
 
     def __init__(self) -> None:
         self._noise = NoiseEstimate()
         self._before: dict[tuple[str, str], float] = {}
 
     def add(self, values: Mapping[tuple[str, str], float], least: float) -> float:
-        """Add a window of all devices' values, and return the standard deviation of their noise."""
+        """Add one window of all devices' values; return the standard deviation of their noise."""
         middle = median(values.values()) if values else 0.0
         shares = {who: _share(each, middle, least) for who, each in values.items()}
         changes = [
@@ -238,7 +238,7 @@ _ENOUGH_FOR_NOISE = 3
 
 @dataclass(frozen=True)
 class CusumWindow:
-    """One window of a health number: its value, and the usual value at that time."""
+    """One window (sample) of a health number: its value, and the usual value at that time."""
 
     value: float
     usual: float  # median of the values that it is compared with
@@ -247,7 +247,7 @@ class CusumWindow:
 
 
 class Cusum:
-    """Cumulative sum (CUSUM, Page 1954) of the deviations of one number of one device.
+    """Cumulative sum (CUSUM, Page 1954) of the deviations of one health number of one device.
 
     Each window has a z-score: the number of spreads by which the value is worse than usual. The
     excess over an allowance is added to the sum, a shortfall subtracted, and the sum never falls
@@ -264,7 +264,7 @@ class Cusum:
         self._is_bad = False
 
     def add(self, window: CusumWindow, others: float = 0.0) -> bool:
-        """Add a window of the health number, and return True if the number is bad now.
+        """Add a window (sample) of the number, and return True if the number is bad now.
 
         `others` is the noise of all devices of the kind; the larger of it and the own noise is
         used.
@@ -286,7 +286,7 @@ class Cusum:
         return self._is_bad
 
     def level(self) -> tuple[float, float]:
-        """Return the median value and the usual value over the windows that have added up.
+        """Return medians of the value and the usual value over the windows that raised the sum.
 
         Medians, because the first window may have been bad for only a part of its time.
         """
@@ -299,7 +299,7 @@ class Cusum:
 
 @dataclass(frozen=True)
 class Outlier:
-    """A number that has been significantly worse than usual for some windows."""
+    """A health number of a device that has been significantly worse than usual for some windows."""
 
     signal: HealthSignal
     device: str  # empty: the number describes the whole node
@@ -346,7 +346,7 @@ _Key = tuple[str, str, Baseline]  # signal, device
 
 
 class OutlierDetector:
-    """Detector of a node's outliers, window by window; deterministic."""
+    """Detector of a node's outlying health numbers, window (sample) by window; deterministic."""
 
     def __init__(self, signals: Sequence[HealthSignal] = SIGNALS) -> None:
         self._signals = signals
@@ -382,7 +382,7 @@ class OutlierDetector:
         own: Mapping[str, float],
         others: Mapping[str, Mapping[str, float]],
     ) -> Iterator[tuple[_Key, Outlier | None]]:
-        """Judge all devices of one signal; yields each key and its outlier, or None."""
+        """Judge one health number on all devices; yields each key and its outlier, or None."""
         mine = _values(signal, own)
         there = {(n, k): v for n, each in others.items() for k, v in _values(signal, each).items()}
         everywhere = {**{("", device): each for device, each in mine.items()}, **there}

@@ -1,4 +1,4 @@
-"""A watcher's target, its reports (run directory, events, alerts, log), and `watch.action`.
+"""A watcher's node and settings, its reports (events, alerts, log), and the key `watch.action`.
 
 The run directory may be on a disk that hangs or is full, which is when a watcher is needed most. So
 only one thread accesses it, and no other thread waits for that one without a limit. Users are told
@@ -51,7 +51,7 @@ _MAX_ALERTS = 100
 
 @dataclass(frozen=True)
 class WatchTarget:
-    """The node of a run that a watcher watches, with its settings."""
+    """The node that a watcher watches, of which run and with which settings."""
 
     run: RunDirectory
     settings: WatchSettings
@@ -75,7 +75,7 @@ def watch_target(
     by_hand: bool = False,
     trust: bool = False,
 ) -> WatchTarget:
-    """Build the target for this node, or for a simulated one (`host` and `folder`).
+    """Build the target of a watcher, for this node or a simulated one (`host` and `folder`).
 
     Args:
         run: the run directory.
@@ -136,7 +136,7 @@ class RunDirThread:
         self._write_soon()
 
     def ask(self, work: Callable[[], _T], seconds: float | None = _ASK_SECONDS) -> _T:
-        """Call `work` in the run directory's thread, and wait for its result.
+        """Call `work` in the thread for the run directory, and wait for its result.
 
         The wait is limited to `seconds`; None: it is not limited.
 
@@ -157,7 +157,7 @@ class RunDirThread:
             raise NoAnswerError(text) from None
 
     def try_ask(self, work: Callable[[], _T], seconds: float = _ASK_SECONDS) -> _T | None:
-        """Call `work` as `ask` does; return None after an error or without an answer in time."""
+        """Call `work` as `ask` does; return None after an error or if the disk does not answer."""
         with suppress(OSError):
             return self.ask(work, seconds)
         return None
@@ -167,7 +167,7 @@ class RunDirThread:
         return error
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` until all heartbeats, events and lines of the log are written."""
+        """Wait up to `seconds` until all heartbeats, events and lines of the log are on disk."""
         end = time.monotonic() + seconds
         while (self._lines or self._events or self._heartbeat) and time.monotonic() < end:
             self._write_soon()
@@ -212,7 +212,7 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class QueueThread(Generic[_T]):
-    """Thread that handles items one after the other; callers never wait for it.
+    """Thread that handles queued items one after the other; callers never wait for it.
 
     Args:
         name: name of the thread.
@@ -227,7 +227,7 @@ class QueueThread(Generic[_T]):
         self._thread.start()
 
     def put(self, item: _T) -> bool:
-        """Queue an item, and return False if it is dropped because too many wait."""
+        """Queue an item for the thread; return False if it is dropped as too many wait."""
         try:
             self._items.put_nowait(item)
         except Full:
@@ -235,7 +235,7 @@ class QueueThread(Generic[_T]):
         return True
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` until all items are handled."""
+        """Wait up to `seconds` until the thread has handled all items."""
         end = time.monotonic() + seconds
         # Waits for room in a full queue: without the mark the thread would never end.
         with suppress(Full):
@@ -267,7 +267,10 @@ class Terminal(QueueThread[str]):
 
 
 class EventReporter:
-    """Reports events on the terminal, to the hook, in events.jsonl and in the log; never waits."""
+    """Reports a node's events on the terminal, to the hook, in events.jsonl and in the log.
+
+    Its methods never wait.
+    """
 
     def __init__(self, target: WatchTarget, disk: RunDirThread) -> None:
         self._host, self._run = target.host, str(target.run.path.resolve())
@@ -277,7 +280,7 @@ class EventReporter:
         self._quiet_tokens: set[str] = set()
 
     def emit(self, kind: NodeEventKind, /, *, is_alert: bool = True, **fields: Any) -> None:
-        """Record an event, and tell the user if its kind is of interest.
+        """Record an event of the node, and tell the user if its kind is of interest.
 
         Args:
             kind: kind of the event.
@@ -311,7 +314,7 @@ class EventReporter:
         self._terminal.close(_SECONDS_FOR_TERMINAL)
 
     def _is_known(self, kind: NodeEventKind, fields: dict[str, Any]) -> bool:
-        """Return True if an event needs no alert.
+        """Return True if no alert (call of the hook) is needed for an event.
 
         This is so for a stall with the same suspect at the same place as a recent alert, and for
         the end of a stall without an alert.
@@ -333,19 +336,19 @@ class EventReporter:
 
 
 class AlertQueue:
-    """Runs the recipe's hook for each alert, one after the other, in a thread of its own."""
+    """Runs the recipe's hook (a shell command) for each alert, one by one, in its own thread."""
 
     def __init__(self, section: WatchSection, disk: RunDirThread) -> None:
         self._hook, self._disk = section.hook, disk
         self._thread = QueueThread("alerts", self._send, _MAX_ALERTS)
 
     def put(self, event: Mapping[str, Any]) -> None:
-        """Queue an event for the hook; returns at once."""
+        """Queue an event for which the hook is run; returns at once."""
         if self._hook is not None and not self._thread.put(event):
             self._disk.log(f"alert dropped, {_MAX_ALERTS} others wait: {event['event']}")
 
     def close(self, seconds: float) -> None:
-        """Wait up to `seconds` until the hook has run for all alerts."""
+        """Wait up to `seconds` until the hook has run for all queued events."""
         self._thread.close(seconds)
 
     def _send(self, event: Mapping[str, Any]) -> None:
@@ -355,7 +358,7 @@ class AlertQueue:
 
 
 def run_hook(command: str, line: str, event: str, seconds: float = _HOOK_SECONDS) -> str:
-    """Run a shell command with a line of JSON on its stdin.
+    """Run the recipe's hook, a shell command, with an event as a line of JSON on its stdin.
 
     Returns:
         The reason of a failure; empty: it succeeded.
@@ -412,7 +415,7 @@ class StallActions:
         self._clips: set[str] = set()
 
     def act_on(self, diagnosis: StallDiagnosis, request: DumpRequest) -> None:
-        """Kill the suspects on this node that `watch.action` allows to kill.
+        """Kill the suspects of a stall on this node that `watch.action` allows to kill.
 
         If no process is the cause, the rank that raised the alarm is killed instead.
         """
@@ -472,7 +475,7 @@ class StallActions:
             self._reporter.emit("killed_rank", **_rank_event(ended, diagnosis))
 
     def _end(self, suspect: Suspect) -> Heartbeat | None:
-        """Kill the suspect of a stall if it is still the same process and has not moved on.
+        """Kill a suspect of a stall if it is still the same process and has not moved on.
 
         Returns:
             Its last heartbeat; None: it was not killed, and the log says why.
@@ -496,7 +499,7 @@ class StallActions:
         return None
 
     def _reason_to_wait(self, heartbeat: Heartbeat, suspect: Suspect) -> str:
-        """Return the reason to let a process live until twice its limit; empty: there is none."""
+        """Return the reason to spare a suspect until twice its phase's limit; empty: none."""
         limit = self._timeouts.limit_of(heartbeat, time.monotonic())
         if limit is None or heartbeat.seconds >= 2 * limit:
             return ""
@@ -539,7 +542,7 @@ def kill_process(heartbeat: Heartbeat) -> str:
 
 
 def _blames_no_process(diagnosis: StallDiagnosis) -> str:
-    """Return the reason why any rank may be killed: the network or a silent node; else empty."""
+    """Return why a stall has no guilty process, so that any rank may be killed; else empty."""
     if diagnosis.kind == "link" and not diagnosis.suspects:
         return (
             "all ranks wait at the same place, and none is the cause: any one that ends restarts "

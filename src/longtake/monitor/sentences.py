@@ -42,7 +42,7 @@ _HALTED = {
     "Z": "dead",
 }
 _WRAPPERS = ("_call_impl", "_wrapped_call_impl", "wrapper", "inner", "_fn", "decorate_context")
-"""Names of functions that only call another one, without their qualifiers."""
+"""Unqualified names of functions that only call another one; shown stacks leave them out."""
 _STARTERS = (
     "<frozen runpy>",
     "<frozen importlib",
@@ -53,7 +53,7 @@ _STARTERS = (
     "/longtake/__main__.py",
     "/threading.py",
 )
-"""Parts of the paths of files with the outermost calls of a program or thread."""
+"""Parts of the file paths of a program's or thread's outermost calls, left out of shown stacks."""
 _MOST_LIBRARY_CALLS = 6
 _MOST_CLIPS = 2
 _MOST_RANGES = 6
@@ -62,7 +62,7 @@ _WORTH_SAYING_SECONDS = 0.5
 
 
 def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
-    """Name processes of one role, such as `ranks 0-2 (on gpu01)`."""
+    """Name the processes of one role in words, such as `ranks 0-2 (on gpu01)`."""
     ranks = sorted({each["rank"] for each in members if each["rank"] is not None})
     of_ranks = ""
     if ranks:
@@ -82,7 +82,7 @@ def who(role: str, members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def doing(members: Sequence[Mapping[str, Any]]) -> str:
-    """Describe the phase of processes and its duration; without heartbeats, their command."""
+    """Describe the phase of processes and its duration; without heartbeats, their command line."""
     if members[0]["phase"] is None:
         program, space, arguments = str(members[0]["command"]).partition(" ")
         name = Path(program).name if program.startswith("/") else program
@@ -100,7 +100,7 @@ def doing(members: Sequence[Mapping[str, Any]]) -> str:
 
 
 def state_of(members: Sequence[Mapping[str, Any]]) -> str:
-    """Describe if processes are stopped, moving or computing; empty for idle ones."""
+    """Describe in words if processes are stopped, moving or computing; empty for idle ones."""
     first = members[0]
     if first["state"] in _HALTED:
         return _HALTED[str(first["state"])]
@@ -119,14 +119,14 @@ def is_halted(members: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def unread(member: Mapping[str, Any]) -> str:
-    """Describe, by its place in the kernel or its state, a process whose stacks are unreadable."""
+    """Describe a process whose stacks could not be read, by its place in the kernel or state."""
     waits = re.search(r"^wchan: (\w*[a-z]\w*)", member["raw"], re.MULTILINE)
     where = f"in the kernel's {waits[1]}" if waits else f"state {member['state']}"
     return f"its stacks could not be read; it is {where}"
 
 
 def own_call(stack: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return the innermost call outside of the standard library, or else the innermost call."""
+    """Return a stack's innermost call outside of the standard library, or its innermost call."""
     own = (c for c in stack if not is_library(c) or "/site-packages/" in c["file"])
     return next(own, stack[0])
 
@@ -159,13 +159,13 @@ def is_library(call: Mapping[str, Any]) -> bool:
 
 
 def spelled(call: Mapping[str, Any]) -> str:
-    """Format a call as `function (file:line)`."""
+    """Format a call of a stack as `function (file:line)`."""
     line = f":{call['line']}" if call["line"] else ""
     return f"{_shortened(call['function'], _LONGEST_NAME)} ({place(call['file'])}{line})"
 
 
 def place(file: str) -> str:
-    """Shorten a file's path to its package or the current directory; a library to its name."""
+    """Shorten a source file's path to its package or the working directory; libraries to a name."""
     file = printable(file)
     if ".so" in Path(file).suffixes:
         return Path(file).name

@@ -1,4 +1,4 @@
-"""The record of a stall: suspects, waiting ranks and findings of the flight recorder."""
+"""The record of a stall: suspected processes, waiting ranks and findings of flight recorders."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, Literal
@@ -19,7 +19,7 @@ moved on in the meantime.
 
 @dataclass(frozen=True)
 class Suspect:
-    """A process that others wait for or that hangs by itself, or a node that does not answer."""
+    """A process that others wait for or that hangs by itself, or a node that gives no answer."""
 
     host: str
     pid: int  # 0 for a node
@@ -45,7 +45,7 @@ class Suspect:
 
 @dataclass(frozen=True)
 class WaitingRanks:
-    """Ranks that wait for the same kind of thing."""
+    """Ranks of a stalled run that wait for the same kind of thing."""
 
     doing: str  # what they wait for: `a collective`, `data`, `the device`, `a checkpoint`, `a lock`
     ranks: tuple[int, ...]
@@ -54,7 +54,7 @@ class WaitingRanks:
 
 @dataclass(frozen=True)
 class MissingIn:
-    """A collective that ranks hold up, according to the flight recorder."""
+    """A collective that some ranks hold up, according to NCCL's flight recorders."""
 
     group: str  # the process group, by its description if it has one
     op: str  # such as `nccl:all_reduce`
@@ -64,7 +64,7 @@ class MissingIn:
 
 @dataclass(frozen=True)
 class StallDiagnosis:
-    """The diagnosis of a stall: the content of stalls/<token>.json."""
+    """The diagnosis of a stall, as saved in stalls/<token>.json."""
 
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]  # of the request for dumps
     time: fsio.Time

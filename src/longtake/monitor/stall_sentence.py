@@ -83,7 +83,7 @@ def _causes(diagnosis: StallDiagnosis, snapshot: StallSnapshot) -> Iterator[str]
 
 
 def _store_of(suspect: Suspect) -> str:
-    """Return the store that a decode worker waits for; empty: none, or the worker is stopped."""
+    """Return the object store that a suspected decode worker waits for; empty: none or stopped."""
     if _is_halted(suspect):
         return ""
     return suspect.clip_path.partition(STORE_WAIT)[2].partition(" ")[0]

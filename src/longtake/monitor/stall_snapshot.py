@@ -1,4 +1,4 @@
-"""The processes of a stall, and the kind of thing each waits for, by its calls and heartbeat."""
+"""The processes of a stalled run, and the kind of thing each waits for, by calls and heartbeat."""
 
 import linecache
 import re
@@ -17,10 +17,9 @@ from longtake.monitor.dumps import ProcessTrace, traces
 from longtake.monitor.stall_record import Suspect, WaitingRanks
 
 Wait = Literal["collective", "data", "device", "checkpoint", "lock", "nothing"]
-"""The kind of thing that a thread waits for.
+"""The kind of thing that a thread of a stalled process waits for.
 
-`lock`: another thread or process of the same node; `nothing`: it computes or hangs by itself.
-"""
+`lock`: another thread or process of the same node; `nothing`: it computes or hangs by itself."""
 
 _WAIT_WORDS: dict[Wait, str] = {
     "collective": "a collective",
@@ -36,7 +35,7 @@ _PHASE_ORDER: dict[str, int] = {phase: place for place, phase in enumerate(get_a
 
 @dataclass(frozen=True, eq=False)
 class ProcessState(ProcessTrace):
-    """State of a rank or decode worker: its relevant thread, and what that thread waits for."""
+    """State of a rank or decode worker in a stall: its decisive thread, and what that waits for."""
 
     thread: str  # name of the thread; empty: the main thread
     calls: stacks.Stack  # calls of that thread in the last round
@@ -79,7 +78,7 @@ class ProcessState(ProcessTrace):
 
     @cached_property
     def has_moved(self) -> bool:
-        """True if the thread's stack or the heartbeat changed between rounds."""
+        """True if the stack of the decisive thread or the heartbeat changed between rounds."""
         seen = self.stacks_of(self.thread) if self.thread else []
         return super().has_moved or any(stack != seen[0] for stack in seen[1:])
 
@@ -120,7 +119,7 @@ class ProcessState(ProcessTrace):
 
 @dataclass(frozen=True, eq=False)
 class StallSnapshot:
-    """All processes of a stall."""
+    """All processes of a stalled run, from the stack dumps of its nodes."""
 
     ranks: Sequence[ProcessState]  # living ranks
     # Decode workers by rank: busy ones, and idle ones that should work and do not.
@@ -131,10 +130,10 @@ class StallSnapshot:
 
     @classmethod
     def of(cls, dumps: Sequence[node_dir.NodeDump], stalled: frozenset[int]) -> "StallSnapshot":
-        """Build the snapshot from the nodes' dumps.
+        """Build the snapshot of a stall from the nodes' stack dumps.
 
         Args:
-            dumps: dumps of all nodes.
+            dumps: stack dumps of all nodes.
             stalled: ranks in an unfinished collective, according to the flight recorder.
         """
         last = {each["host"]: [r["seconds"] for r in each["rounds"]][-1:] for each in dumps}
@@ -221,7 +220,7 @@ def _with_device_waits(
 def _by_heartbeat(
     host: str, pid: int, role: str, rank: int | None, heartbeat: Mapping[str, Any]
 ) -> Suspect:
-    """Build a suspect from a process's heartbeat, which may be all that is left of it."""
+    """Build a suspect from the last heartbeat of a process, which may be all that is left of it."""
     is_decoding = role == "decode"
     return Suspect(
         *(host, pid, "decode" if is_decoding else "rank", rank),
@@ -297,7 +296,7 @@ def classify_wait(calls: stacks.Stack, phase: str, native: stacks.Stack = ()) ->
 
 
 def _reads_device(call: stacks.Call) -> bool:
-    """Return True if a line of `longtake.training` reads values from the device.
+    """Return True if a call is at a line of `longtake.training` that reads values from the device.
 
     Methods such as `item` are C calls, so the stack has no frame of torch for them. The line is
     read from this process's own package, as the path of another process may be any file.

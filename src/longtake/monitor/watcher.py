@@ -1,4 +1,4 @@
-"""The watcher of a node: reads its heartbeats several times a second and reacts; torch-free.
+"""The watcher of a node: reads heartbeats of its processes several times a second; torch-free.
 
 The loop itself accesses only memory. Everything that may block has a thread of its own: the run
 directory, the node's health, dumps of processes, alerts.
@@ -38,7 +38,7 @@ _SECONDS_BETWEEN_LATE_LINES = 60.0
 
 
 def watch(target: reporting.WatchTarget) -> None:
-    """Watch a node's part of a run until it ends.
+    """Watch the processes of a run on one node until they end.
 
     If another watcher runs, one started by a user returns at once, and one started by the training
     waits to take over. A SIGTERM, which a scheduler sends to all processes of a job, does not end
@@ -86,14 +86,14 @@ def _takes_over(
 
 
 class WatcherLock:
-    """File lock that only one watcher of a run on a node can hold, in the heartbeat folder."""
+    """File lock in a node's heartbeat folder: only one watcher of a run can hold it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "watcher.lock"
         self._file: IO[str] | None = None
 
     def acquire(self) -> bool:
-        """Take the lock of a node's watcher if it is free; return True if this process holds it."""
+        """Take the lock of the node's watcher if it is free; return True if this process has it."""
         make_private_dir(self._path.parent)
         file = open(self._path, "a+", opener=fsio.no_follow)  # noqa: SIM115 - kept open
         try:
@@ -118,7 +118,7 @@ class WatcherLock:
         return ""
 
     def release(self) -> None:
-        """Release the lock of a node's watcher; remove its file, and the folder if it is empty."""
+        """Release the lock of the node's watcher; remove its file, and the folder if empty."""
         if self._file is not None:
             if not any(self._path.parent.glob("rank_*")):
                 flight_recorder.remove_all_files(self._path.parent)
@@ -149,7 +149,7 @@ class _Watcher:
         self._late_logged_at = -math.inf
 
     def watch(self, stop: process.StopSignal) -> None:
-        """Scan heartbeats until the last rank of the node is gone or a signal requests the end."""
+        """Read heartbeats until the last rank of the node is gone or a signal requests the end."""
         settings, by_hand = self._target.settings, self._target.by_hand
         limits = settings.model_dump(include={"action", "factor", "min_seconds", "max_seconds"})
         self._reporter.emit("watcher_started", pid=os.getpid(), by_hand=by_hand, **limits)
@@ -296,7 +296,7 @@ class _Watcher:
 
 @dataclass
 class _Stall:
-    """An open stall, by this node's or another node's alarm."""
+    """A stall that has not ended, found by this node's alarm or another node's."""
 
     token: str
     at: float  # time at which it was noticed, by time.monotonic()
@@ -310,7 +310,7 @@ class _Stall:
 
 
 class StallDetector:
-    """Raises an alarm when a process exceeds its limit, one stall at a time.
+    """Raises an alarm when a process is in a phase for too long; one stall at a time.
 
     Other processes come to wait for one that hangs, and then exceed their own limits. So while a
     stall is open, on this node or another, the next alarm is raised only when the stall has lasted
@@ -333,7 +333,7 @@ class StallDetector:
         return self._stall.token if self._stall else ""
 
     def check(self, snapshot: observe.Snapshot) -> None:
-        """Note stalls of other nodes, close a stall that is over, and raise the next alarm."""
+        """Note stalls that other nodes found, close one that is over, and raise the next alarm."""
         for request in self._service.take_begun():
             is_own = request["by"] == self._target.host
             if self._stall is not None and self._stall.token == request["token"]:
