@@ -34,7 +34,7 @@ _DEVICE_ADVICE = "Look at the cable, the port of the switch, and ethtool or ibst
 
 
 def measure_devices(context: CheckContext) -> Facts:
-    """Read state and speed of Ethernet interfaces and InfiniBand ports."""
+    """Read state and speed of the node's Ethernet interfaces and InfiniBand ports."""
     return {
         "ethernet": _by_device(Ethernet().sample()),
         "infiniband": _by_device(InfiniBand().sample()),
@@ -79,7 +79,7 @@ def _describe_device(numbers: dict[str, float]) -> str:
 
 
 def measure_addresses(context: CheckContext) -> Facts:
-    """Resolve the node's own name, and read the interface that gloo is told to use."""
+    """Resolve the node's own name, and read which network interface gloo is told to use."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
         own = sorted({str(each[4][0]) for each in found})
@@ -141,7 +141,7 @@ _CLOCK_ADVICE = (
 
 
 def measure_clocks(context: CheckContext) -> Facts:
-    """Measure on rank 0 the seconds by which each node's clock is ahead, and their uncertainty."""
+    """Measure on rank 0 the seconds that each node's clock is ahead, and their uncertainty."""
     if not context.process.is_first:
         question = torch.zeros(1, dtype=torch.int64)
         for _ in range(_NUM_QUESTIONS):
@@ -153,7 +153,7 @@ def measure_clocks(context: CheckContext) -> Facts:
 
 
 def judge_clocks(facts: FactsByNode) -> CheckResult:
-    """Find clocks that deviate from the median of all or, of two, from the other one."""
+    """Find clocks of nodes that deviate from the median of all; of two, from each other."""
     first = next((node for node, each in facts.items() if "offsets" in each), None)
     if first is None or not facts[first]["offsets"]:
         return CheckResult()
@@ -181,7 +181,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _ask_clock(peer: int) -> tuple[float, float]:
-    """Return the seconds by which a peer's clock is ahead, and half of the shortest round trip."""
+    """Return the seconds that a peer's clock is ahead, and half of the shortest round trip."""
     best = (0.0, float("inf"))
     answer = torch.zeros(1, dtype=torch.int64)
     for _ in range(_NUM_QUESTIONS):
@@ -214,7 +214,7 @@ _NVLINK_ADVICE = "Look at nvidia-smi topo -m and nvidia-smi nvlink --status on t
 
 
 def measure_links(context: CheckContext) -> Facts:
-    """Measure MB/s to the neighbours, of an all-reduce over all ranks and of one in this node."""
+    """Measure MB/s of links to neighbour nodes, of an all-reduce over all ranks and in the node."""
     index = context.process.local_rank
     with torch.cuda.device(index) if _has_nccl() else nullcontext():  # it is per thread
         facts: Facts = {
@@ -237,7 +237,7 @@ def measure_links(context: CheckContext) -> Facts:
 
 
 def judge_links(facts: FactsByNode) -> CheckResult:
-    """Find links that are far slower than the median, and nodes with only slow links."""
+    """Find links between nodes far slower than the median, and nodes with slow links only."""
     result = CheckResult()
     speeds: dict[str, float] = {}
     for node, each in facts.items():
@@ -273,7 +273,7 @@ def _judge_slow_links(result: CheckResult, speeds: dict[str, float], slow: Seque
 
 
 def _nodes_with_all_slow(speeds: dict[str, float], slow: Sequence[str]) -> list[str]:
-    """Return nodes with several neighbours whose links in one direction or both are all slow."""
+    """Return nodes whose links to several neighbours, in one direction or both, are all slow."""
     found = []
     for node in dict.fromkeys(end for link in slow for end in link.split(_TO)):
         sending = [link for link in speeds if link.startswith(f"{node}{_TO}")]
@@ -285,7 +285,7 @@ def _nodes_with_all_slow(speeds: dict[str, float], slow: Sequence[str]) -> list[
 
 
 def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
-    """Yield rounds of pairs of neighbours in a ring; a node is in at most one pair of a round."""
+    """Yield rounds of pairs of neighbours in a ring of nodes, each node once per round at most."""
     if count < 2:
         return
     # Every second pair forms a round; with an odd number of nodes, the last pair needs its own.
@@ -296,13 +296,13 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _time_link(peer: int, *, is_sender: bool) -> float:
-    """Return the MB/s of a link in the best of some bursts: a busy link is not slow in all."""
+    """Return the MB/s of the link to a peer: the best of some bursts, as others may use it."""
     load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
     reply, num_sends = torch.zeros(1, device=load.device), torch.zeros(1, device=load.device)
     forth, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)
 
     def burst(count: int) -> float:
-        """Return the seconds until the receiver has everything and the sender has its reply."""
+        """Send `count` loads; return the seconds until all are received and the reply is back."""
         begun = time.perf_counter()
         for _ in range(count):
             forth(load, peer)
@@ -318,7 +318,7 @@ def _time_link(peer: int, *, is_sender: bool) -> float:
 
 
 def _all_reduce(group: dist.ProcessGroup | None) -> float:
-    """Return the bus bandwidth in MB/s, by the definition of nccl-tests.
+    """Return the bus bandwidth of an all-reduce in MB/s, by the definition of nccl-tests.
 
     A ring all-reduce sends 2 (n - 1) / n times the bytes over each process's link.
     """
@@ -335,7 +335,7 @@ def _all_reduce(group: dist.ProcessGroup | None) -> float:
 
 
 def _within_node(context: CheckContext) -> float | None:
-    """Return the all-reduce bandwidth among this node's processes; None: it has only one."""
+    """Return the all-reduce bandwidth in MB/s among this node's processes; None if it has one."""
     found = None
     for ranks in context.ranks if context.process.world_size > len(context.hosts) else ():
         group = dist.new_group(list(ranks))  # all processes have to make each group

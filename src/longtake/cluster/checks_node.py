@@ -54,7 +54,7 @@ _HOST_NAME_ADVICE = (
 
 
 def measure_host_name(context: CheckContext) -> Facts:
-    """Read the node's name, and an identifier of the machine whose memory it shares."""
+    """Read the node's host name, and an identifier of the machine whose memory it shares."""
     try:
         machine = f"{_BOOT_ID.read_text().strip()} {_SHARED_MEMORY.stat().st_dev}"
     except OSError:
@@ -91,7 +91,7 @@ _UNLIMITED = -1
 
 
 def measure_limits(context: CheckContext) -> Facts:
-    """Read limits on open files, locked, shared and total memory; -1: unlimited."""
+    """Read the node's limits: open files, and locked, shared and total memory; -1: unlimited."""
     shared = system.disk_space(_SHARED_MEMORY).get("disk_size_bytes", 0)
     memory = system.CgroupMemory().sample().get("cgroup_memory_limit_bytes")
     machine = system.LoadProbe().sample()["memory_size_bytes"]
@@ -156,7 +156,7 @@ _PTRACE_ADVICE = (
 
 
 def measure_inspection(context: CheckContext) -> Facts:
-    """Try to read the stacks of a child process, and read the kernel's settings for ptrace."""
+    """Try to read the stacks of a child process, as watchers do, and read the ptrace settings."""
     # The child calls `enable_stack_dumps` like a rank, which lets py-spy read it under Yama.
     child = subprocess.Popen(  # noqa: S603 - our own interpreter
         [sys.executable, "-P", "-c", _CHILD], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
@@ -213,7 +213,7 @@ _TIME_ADVICE = (
 
 
 def measure_time_sync(context: CheckContext) -> Facts:
-    """Find the programs that set the clock, and read the kernel's and chrony's state."""
+    """Find the programs that set the node's clock, and read the kernel's and chrony's state."""
     return {
         "daemons": clock.time_daemons(),
         "kernel": clock.KernelClock().sample(),
@@ -258,7 +258,7 @@ _CPU_ADVICE = "Look for other programs (top), and at its clocks (cpupower freque
 
 
 def measure_compute(context: CheckContext) -> Facts:
-    """Measure TFLOP/s of this process's GPU in bf16, or else of the node's cores in fp32."""
+    """Measure the TFLOP/s of this process's GPU in bf16; without one, of the cores in fp32."""
     gpu = context.process.local_rank
     if gpu < torch.cuda.device_count():
         return {"on": "GPU", "tflops": _gpu_tflops(torch.device("cuda", gpu))}
@@ -298,7 +298,7 @@ def _cpu_tflops() -> float:
 
 
 def _gpu_tflops(device: torch.device) -> float:
-    """Return a GPU's TFLOP/s: the median of many products without the first half.
+    """Return a GPU's TFLOP/s: the median of many matrix products without the first half.
 
     In the first half its clocks settle.
     """
@@ -398,7 +398,7 @@ def pip_command(name: str, version: str) -> str:
 
 
 def _install_command(each: NodeDifference) -> str:
-    """Return the command for a difference of versions; empty for hardware and absent values."""
+    """Return the command to make a version equal on nodes; empty for hardware and absent values."""
     version = str(each.majority)
     if version == ABSENT or not re.match(r"\d", version):
         return ""
@@ -446,7 +446,7 @@ def _copy_command(each: NodeDifference) -> str:
 
 
 def _one_of(each: NodeDifference) -> str:
-    """Return a node that has the majority's value, quoted for a shell."""
+    """Return the shell-quoted name of a node that has the value of the majority."""
     return shlex.quote(each.values[str(each.majority)][0])
 
 
@@ -475,7 +475,7 @@ _PACKAGE_ADVICE = (
 
 
 def measure_packages(context: CheckContext) -> Facts:
-    """Read the version of each package, a digest of all, and the packages longtake requires."""
+    """Read installed packages' versions, a digest of all, and the packages longtake requires."""
     versions: dict[str, str] = {}
     for each in metadata.distributions():
         if name := each.metadata["Name"]:  # Python imports the first of two on sys.path
@@ -497,9 +497,10 @@ def measure_packages(context: CheckContext) -> Facts:
 
 
 def judge_packages(facts: FactsByNode) -> CheckResult:
-    """Compare packages: differences are errors for packages that compute (`COMPUTING_PACKAGES`).
+    """Compare packages of nodes: differences are errors for those that compute.
 
-    For other packages that longtake requires they are warnings, for all others notes.
+    These are `COMPUTING_PACKAGES`. For other packages that longtake requires they are warnings, for
+    all others notes.
     """
     versions = {node: each["versions"] for node, each in facts.items()}
     names = {name for each in versions.values() for name in each}
@@ -528,7 +529,7 @@ _CODE_ADVICE = (
 
 
 def measure_code(context: CheckContext) -> Facts:
-    """Compute digests of longtake's files and of the recipe's classes, and the git revision."""
+    """Compute digests of longtake's files and of the recipe's own classes, and the git revision."""
     package = Path(__file__).resolve().parents[1]
     files = {
         f"longtake/{path.relative_to(package)}": _digest(path.read_bytes())
@@ -556,7 +557,7 @@ def judge_code(facts: FactsByNode) -> CheckResult:
 
 
 def _module_digest(module: str) -> dict[str, str]:
-    """Return the digest of a module's file, found from the current directory like in training."""
+    """Return the digest of an own class's file, found from the current directory as in training."""
     name = module.partition(":")[0]
     local = Path(*name.split(".")).with_suffix(".py")
     if local.is_file():
@@ -579,7 +580,7 @@ _RECIPE_ADVICE = "Copy the recipe to all nodes, or keep it on a disk that all of
 
 
 def measure_recipe(context: CheckContext) -> Facts:
-    """Read the recipe's keys and values, including defaults, on this node."""
+    """Read the recipe's keys and values, including defaults, as this node reads them."""
     if context.recipe_path is None:
         return {}
     if context.recipe is None:

@@ -42,7 +42,7 @@ _READ_ADVICE = "Look at that node's mount options and its link to the storage."
 
 
 def measure_dataset(context: CheckContext) -> Facts:
-    """Read the fingerprint of each catalog and a sample of its clips, and measure their speed."""
+    """Read each catalog's fingerprint and a sample of its clips, and measure the read speed."""
     if context.recipe is None:
         return {}
     sources = context.recipe.data.sources()
@@ -137,21 +137,21 @@ def _filesystem_of(path: Path) -> str:
 # --- Disk space for checkpoints and temporary files -----------------------------------------------
 
 _SHORT_BYTES, _OUT_BYTES = 10 * _GIB, _GIB
-"""Free space below which there is a warning and an error, if the needed space is unknown."""
+"""Free bytes of a disk below which there is a warning and an error, if the bytes that the run needs
+are unknown."""
 _MIN_FILES = 10_000
 _BYTES_IN_FP32 = 4
 _OPTIMIZER_BYTES = {"adamw": 8, "muon": 8, "adamw8bit": 2}
-"""Bytes of optimizer state per weight in a checkpoint.
+"""Bytes of optimizer state per trained weight in a checkpoint, by optimizer.
 
-For Muon it is an upper bound, as its matrices have 4. For a user's own class 8 is assumed.
-"""
+For Muon it is an upper bound, as its matrices have 4. For a user's own class 8 is assumed."""
 _SPACE_ADVICE = (
     "Make room, name another folder with --set out=FOLDER, or keep fewer (checkpoint.keep)."
 )
 
 
 def measure_disk_space(context: CheckContext) -> Facts:
-    """Measure the free space of each folder; on rank 0 also the size of a checkpoint."""
+    """Measure the free space of each folder of a run; on rank 0 also the size of a checkpoint."""
     folders = {"temporary files": Path(tempfile.gettempdir())}
     if context.recipe is not None:
         folders["run directory"] = context.recipe.out
@@ -165,7 +165,7 @@ def measure_disk_space(context: CheckContext) -> Facts:
 
 
 def judge_disk_space(facts: FactsByNode) -> CheckResult:
-    """Check that all kept checkpoints and one that is being written fit on the disk."""
+    """Check that all kept checkpoints and the one that is being written fit on the disk."""
     result = CheckResult()
     known = next((each["checkpoint"] for each in facts.values() if "checkpoint" in each), None)
     needed = None
@@ -207,7 +207,7 @@ def _free(path: Path) -> dict[str, int]:
 
 
 def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
-    """Return the bytes of a checkpoint, None if unknown, and the source of that number."""
+    """Return a checkpoint's size in bytes, None if unknown, and the source of that number."""
     run = RunDirectory(recipe.out)
     if steps := run.checkpoint_steps():
         files = run.checkpoint_path(steps[-1]).rglob("*")
@@ -220,7 +220,7 @@ def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
 
 
 def _predict_checkpoint(recipe: Recipe) -> int:
-    """Predict an upper bound of the bytes of trained weights, averages and optimizer states."""
+    """Predict an upper bound of a checkpoint's bytes: weights, averages and optimizer states."""
     from longtake.models.components import outline
     from longtake.models.trainable import trained_state
 
@@ -241,7 +241,7 @@ _SHOWN_SECONDS, _SLOW_SECONDS = 0.5, 3.0  # delays of a new file that are shown,
 
 
 def leave_token(context: CheckContext, created: list[Path]) -> None:
-    """Create the run directory if needed, and write this preflight's token into a file there.
+    """Create the run directory if needed, and write a file with this preflight's token there.
 
     Folders to create are appended to `created`, the deepest first, before they exist, so that
     `remove_token` can remove them even after a signal.
@@ -275,7 +275,7 @@ def remove_token(context: CheckContext, created: list[Path]) -> None:
 
 
 def measure_run_directory(context: CheckContext) -> Facts:
-    """Wait until the first node's file is visible on this node, and try to write one."""
+    """Wait until the first node's token file is visible on this node, and try to write one."""
     if context.recipe is None:
         return {}
     folder, path, cannot_write = context.recipe.out, _token_path(context), ""
@@ -296,7 +296,7 @@ def measure_run_directory(context: CheckContext) -> Facts:
 
 
 def judge_run_directory(facts: FactsByNode) -> CheckResult:
-    """Find nodes that do not share the run directory.
+    """Find nodes that do not see the same run directory as the others.
 
     If no node has it, rank 0 could not create it and has reported why.
     """
@@ -335,7 +335,7 @@ def _token_path(context: CheckContext) -> Path:
 
 
 def _seconds_until_seen(path: Path, token: str) -> float | None:
-    """Return the seconds until a file with the token is visible; None: not within the limit."""
+    """Return the seconds until a file with the preflight's token is visible; None: too long."""
     begun = time.monotonic()
     while (waited := time.monotonic() - begun) < _SEE_SECONDS:
         with suppress(OSError):
@@ -359,7 +359,7 @@ _SPEED_ADVICE = (
 
 
 def measure_disk_speed(context: CheckContext) -> Facts:
-    """Measure MB/s of a large write with fsync, and the ms of an fsync after a small write."""
+    """Measure MB/s of a large write to the run directory, and ms of an fsync after a small one."""
     if context.recipe is None or not context.recipe.out.is_dir():
         return {}
     rank = context.process.rank

@@ -25,20 +25,20 @@ from longtake.formatting import escape, escape_lines
 
 Severity = Literal["ok", "note", "warning", "error"]
 SEVERITIES: tuple[Severity, ...] = ("ok", "note", "warning", "error")
-"""All severities, the mildest first."""
+"""All severities of findings, the mildest first."""
 Facts = dict[str, Any]
-"""Measurements of a node or process as JSON values; `failed` is the reason of a failed check."""
+"""Measurements of a check on a node or process as JSON values; `failed`: why it failed."""
 FactsByNode = Mapping[str, Facts]
-"""Facts by node name or, for checks of each rank, by process name."""
+"""Measurements of a check by node name or, for checks of each rank, by process name."""
 ABSENT = "absent"
-"""Value of a fact that a node does not have."""
+"""Value that stands for a fact that a node lacks, such as a package."""
 
 _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem or remark about nodes that the user should know."""
+    """A problem of nodes, or a remark on them, that the preflight reports to the user."""
 
     severity: Severity  # note: nothing to do; warning: the run will suffer; error: it will fail
     nodes: tuple[str, ...]  # empty: all nodes
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class NodeDifference:
-    """A fact that differs between nodes."""
+    """A fact that differs between nodes, such as a package's version."""
 
     group: str  # such as packages
     name: str
@@ -60,7 +60,7 @@ class NodeDifference:
 
     @property
     def reference(self) -> str:
-        """Value that the other nodes should get: the majority's, or else the most frequent."""
+        """Value that all nodes should have: the majority's, or else the most frequent."""
         return next(iter(self.values)) if self.majority is None else self.majority
 
     @property
@@ -72,7 +72,7 @@ class NodeDifference:
 
 @dataclass(frozen=True)
 class NodeMeasure:
-    """A measured number of each node or process, for the report's table."""
+    """A number measured on each node or process, for the table of the report."""
 
     name: str
     unit: str
@@ -82,7 +82,7 @@ class NodeMeasure:
 
 @dataclass(frozen=True)
 class SkippedCheck:
-    """A check that was skipped, and the reason."""
+    """A check of the preflight that was skipped, and the reason."""
 
     what: str
     why: str
@@ -90,7 +90,7 @@ class SkippedCheck:
 
 @dataclass
 class CheckResult:
-    """The conclusions of one check from the facts of all nodes, or those of several checks."""
+    """Findings and measures of one check from the facts of all nodes, or of several checks."""
 
     findings: list[Finding] = field(default_factory=list)
     differences: list[NodeDifference] = field(default_factory=list)
@@ -124,7 +124,7 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class CheckContext:
-    """Input of a check: the recipe, this process, and the nodes of the preflight."""
+    """Input of a preflight's check: the recipe, this process, and the nodes that take part."""
 
     process: ProcessInfo
     recipe: Recipe | None = None  # the recipe as read on this node
@@ -241,7 +241,7 @@ def far_from_median(
     harmless: float | None = None,
     limit: float | None = None,
 ) -> CheckResult:
-    """Compare a number of each node with the median, and report outliers.
+    """Compare a number of each node with the median of all, and report outliers.
 
     Args:
         name: name of the number; its unit follows the last comma.
@@ -277,7 +277,7 @@ def far_from_median(
 def outliers_of(
     values: Mapping[str, float], worse: Literal["lower", "higher"], factor: float
 ) -> tuple[str, ...]:
-    """Return the nodes whose value is worse than `factor` times the median, the worst first.
+    """Return nodes whose value is worse than `factor` times the median of all, the worst first.
 
     The median of two values is the better one.
     """
@@ -304,11 +304,10 @@ def _is_worse(value: float, limit: float, worse: Literal["lower", "higher"]) -> 
 # --- Report ---------------------------------------------------------------------------------------
 
 PreflightReport = dict[str, Any]
-"""A report as JSON values, so that one machine can show the report of another.
+"""A report of a preflight as JSON values, so that any machine can show it.
 
 Keys: nodes, processes, recipe, findings, differences, measures, skipped, severity, exit_status,
-verdict and seconds.
-"""
+verdict and seconds."""
 
 _EXIT_STATUS: dict[Severity, int] = {"ok": 0, "note": 0, "warning": 0, "error": 1}
 _WIDTH = 80
@@ -324,7 +323,7 @@ def make_report(
     result: CheckResult,
     seconds: float,
 ) -> PreflightReport:
-    """Build the report of all checks.
+    """Build the report of all checks of a preflight.
 
     `nodes` has the name, number of processes, versions and digests of each node.
     """
@@ -340,7 +339,7 @@ def make_report(
 
 
 def with_verdict(report: PreflightReport) -> PreflightReport:
-    """Return a report with its findings sorted, the worst first, and the resulting verdict."""
+    """Return a preflight's report with findings sorted, the worst first, and the verdict."""
     findings = sorted(report["findings"], key=lambda each: -SEVERITIES.index(each["severity"]))
     worst: Severity = findings[0]["severity"] if findings else "ok"
     concluded = {**report, "findings": findings, "severity": worst}
@@ -364,7 +363,7 @@ def _verdict(report: PreflightReport) -> str:
 
 
 def print_report(console: Console, report: PreflightReport) -> None:
-    """Print a report, 80 columns wide in a pipe."""
+    """Print a preflight's report, 80 columns wide in a pipe."""
     if not console.is_terminal:
         console.width = _WIDTH
     for part in _parts(report):
@@ -430,7 +429,7 @@ def _agreed(nodes: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _differences(differences: Sequence[Mapping[str, Any]]) -> RenderableType:
-    """Build a table with one row for each value that is not the majority's."""
+    """Build a table of facts that differ between nodes: a row per value of a minority."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for name in ("differs", "most nodes", "others", "which"):
         table.add_column(name, overflow="fold")
@@ -455,7 +454,7 @@ def _add_difference(table: Table, group: str, each: Mapping[str, Any]) -> None:
 
 
 def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the commands that make nodes equal, each once, with its nodes."""
+    """Yield shell commands that make nodes equal, each once, with the nodes to run it on."""
     found: dict[str, list[str]] = {}
     for each in differences:
         if each["command"]:
@@ -469,7 +468,7 @@ def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> RenderableType:
-    """Build the table of measures: a column per node or, for many, median, extremes, outliers."""
+    """Build the table of measured numbers: a column per node or, for many, median and extremes."""
     few = len(nodes) <= _MAX_COLUMNS and all(len(node) <= 12 for node in nodes)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
     table.add_column("measured")

@@ -61,12 +61,12 @@ _RENDEZVOUS: Final = {
     "keep_alive_max_attempt": 3,  # missed intervals after which a node counts as lost
 }
 _SAVE_SECONDS = 600.0
-"""Time for saving after a signal; a scheduler with less patience kills all processes anyway."""
+"""Seconds that ranks get to save after a signal; a scheduler with less patience kills all
+anyway."""
 _STDERR_TO_STDOUT: Final = ("/bin/sh", "-c", 'exec "$@" 2>&1', "sh")
-"""Prefix of a command that joins stderr and stdout.
+"""Prefix of a rank's command that joins its stderr and stdout.
 
-With two streams torch would open the log twice, and they would overwrite each other.
-"""
+With two streams torch would open the log twice, and they would overwrite each other."""
 _POLL_SECONDS = 0.02
 _LAST_BYTES = 4096
 _STOP_CODES: Final = {code: signal.Signals[name] for name, code in process.EXIT_CODES.items()}
@@ -74,7 +74,7 @@ _USER_ERROR, _LOST_PEER = errors.LongtakeError.exit_code, errors.LostPeerError.e
 
 
 def launch(options: LaunchOptions, console: Console) -> int:
-    """Train with all ranks to the end, and restart them after failures that a restart may cure.
+    """Train with all ranks of this node to the end; restart them after failures that this may cure.
 
     Returns:
         An exit code: 0; 2 after an error that a restart does not cure; 130, 143 or 75 after a
@@ -135,7 +135,7 @@ def count_processes(text: str) -> int:
 def _rendezvous(
     options: LaunchOptions, stop: "LaunchStop"
 ) -> Iterator[rendezvous.RendezvousHandler]:
-    """Join the rendezvous, and close it at the end, so that other nodes do not wait in it."""
+    """Join the nodes' rendezvous, and close it at the end, so that no node waits in it."""
     with TemporaryDirectory(prefix="longtake-", ignore_cleanup_errors=True) as folder:
         handler = _rendezvous_handler(options, Path(folder))
         try:
@@ -200,7 +200,7 @@ class RankLogs(LogsSpecs):
         return str(self._node.logs_path)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Create the logs of a start; called by torch with each local rank's environment."""
+        """Create log files for ranks that start; torch passes each local rank's environment."""
         time = fsio.file_time()
         ranks = {local: int(env["RANK"]) for local, env in envs.items()}
         self.paths = {rank: self._node.rank_log_path(time, rank) for rank in ranks.values()}
@@ -253,7 +253,7 @@ class RankHandler(SubprocessHandler):
 
 @contextmanager
 def _starting_by_rank_handler() -> Iterator[None]:
-    """Make torch start processes with `RankHandler` in the block; it has no argument for this."""
+    """Make torch start ranks with `RankHandler` in the block; torch has no argument for this."""
     api: Any = subprocesses
     usual = api.get_subprocess_handler
     api.get_subprocess_handler = RankHandler
@@ -264,7 +264,10 @@ def _starting_by_rank_handler() -> Iterator[None]:
 
 
 def _failed_codes(pids: Iterable[int]) -> dict[int, int]:
-    """Return the nonzero exit codes of ended children, negative for signals, without reaping."""
+    """Return nonzero exit codes of ended child processes by pid, without reaping.
+
+    Codes are negative for signals.
+    """
     found = {}
     for pid in pids:
         with suppress(ChildProcessError):
@@ -276,7 +279,7 @@ def _failed_codes(pids: Iterable[int]) -> dict[int, int]:
 
 
 def _wait_for_end(pids: Iterable[int], seconds: float) -> list[int]:
-    """Wait up to `seconds` for children to end, and return those that still run."""
+    """Wait up to `seconds` for child processes to end, and return those that still run."""
     until = time.monotonic() + seconds
     while (left := [pid for pid in pids if _is_running(pid)]) and time.monotonic() < until:
         time.sleep(_POLL_SECONDS)
@@ -284,7 +287,7 @@ def _wait_for_end(pids: Iterable[int], seconds: float) -> list[int]:
 
 
 def _send_signal(pids: Iterable[int], number: signal.Signals) -> None:
-    """Send a signal to those of the children that are still running."""
+    """Send a signal to those of the child processes that are still running."""
     for pid in pids:
         if _is_running(pid):
             with suppress(ProcessLookupError):
@@ -361,7 +364,7 @@ class RanksExit:
 def classify_exit(
     codes: Mapping[int, int], found: Sequence[failures.RankFailure], logs: Mapping[int, Path]
 ) -> RanksExit:
-    """Decide if ranks were stopped, failed by a user's mistake or crashed.
+    """Decide if this node's ranks were stopped, failed by a user's mistake or crashed.
 
     Args:
         codes: exit codes of this node's ranks, negative for signals.
@@ -400,7 +403,7 @@ def _describe_exit(codes: Mapping[int, int], code: int, logs: Mapping[int, Path]
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent with longtake's policy: starts and restarts the ranks of this node."""
+    """Torch's elastic agent with longtake's policy: starts and restarts this node's ranks."""
 
     def __init__(
         self,
@@ -453,7 +456,7 @@ class Agent(LocalElasticAgent):
         return pids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Monitor like torch, but give other ranks time to report a failure and to end."""
+        """Monitor ranks as torch does, but give others time to report a failure and to end."""
         ranks = {worker.id: worker.global_rank for worker in worker_group.workers}
         if self._stop.first_signal is not None and not self._has_answered:
             self._has_answered = True
@@ -495,7 +498,7 @@ class Agent(LocalElasticAgent):
         self._stop.end()
 
     def _let_others_end(self, codes: dict[int, int], ranks: dict[int, int]) -> list[int]:
-        """Record the failure of ranks that were killed, and wait for the others."""
+        """Record the failure of ranks that were killed, and wait for the other ranks to end."""
         if self._stop.first_signal is None:
             self._record_failures(codes, ranks)
         is_stop = self._stop.first_signal is not None or any(
@@ -524,7 +527,7 @@ class Agent(LocalElasticAgent):
             failures.failure_of(heartbeat, kind, error, log, source="launcher").record(run)
 
     def _as_stop_code(self, code: int) -> int:
-        """Map the code of a rank that the stop signal itself killed to that of a stopped rank."""
+        """Map the exit code of a rank that the stop signal itself killed to a stopped rank's."""
         received = self._stop.first_signal
         # After a second Ctrl-C the launcher itself sends SIGKILL.
         killed = -signal.SIGKILL if self._stop.is_urgent else None
@@ -532,7 +535,7 @@ class Agent(LocalElasticAgent):
         return process.EXIT_CODES[received.name] if received is not None and is_stop else code
 
     def _decide_restarts(self, ended: RanksExit) -> None:
-        """Set the number of restarts that are left; a new checkpoint resets it."""
+        """Set the number of restarts of ranks that are left; a new checkpoint resets it."""
         newest, is_requested = self._newest_checkpoint(), self._stop.first_signal is not None
         # Counted since the last checkpoint: a run of weeks may have many restarts, and a crash
         # loop ends.

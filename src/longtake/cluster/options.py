@@ -13,12 +13,12 @@ from longtake.run_dir import RunDirectory, beside
 from longtake.trust import load_recipe
 
 DEFAULT_PORT = 29400
-"""Default port of the rendezvous, the same as torchrun's."""
+"""Default port at which nodes meet (rendezvous), the same as torchrun's."""
 
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """Options of a launch, on this node or as a Slurm job."""
+    """Options of `longtake launch`, on this node or as a Slurm job."""
 
     path: Path  # the recipe's file
     changes: tuple[str, ...]  # --set changes of the recipe, `key=value`
@@ -43,7 +43,7 @@ class LaunchOptions:
 
     @property
     def begin_arguments(self) -> list[str]:
-        """Options to pass to `train` or `launch`, without --set changes."""
+        """Return options to pass to `train` or `launch`, without --set changes."""
         parent = [] if self.begin_from is None else ["--from", self.begin_from]
         flags = {"--weights-only": self.weights_only, "--trust": self.trust}
         return [*parent, *(flag for flag, is_set in flags.items() if is_set)]
@@ -57,7 +57,7 @@ class LaunchOptions:
 def load_for_all_ranks(
     path: Path, changes: tuple[str, ...], *, fresh: bool, is_alone: bool, trust: bool = False
 ) -> tuple[config.Recipe, tuple[str, ...]]:
-    """Load the recipe, and return it with the changes by which every rank reads the same one.
+    """Load the recipe, and return it with the --set changes by which every rank reads it alike.
 
     The changes include the folder that `fresh` chooses, so that restarts do not choose another.
 
@@ -86,7 +86,7 @@ def load_for_all_ranks(
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
-    """Parse a number or range of nodes: `4` is (4, 4), `2:4` is (2, 4).
+    """Parse the value of --nodes, a number or range: `4` is (4, 4), `2:4` is (2, 4).
 
     Raises:
         LongtakeError: the text has another format.
@@ -102,7 +102,7 @@ def parse_nodes(text: str) -> tuple[int, int]:
 
 
 def parse_endpoint(text: str | None, nodes: tuple[int, int]) -> str:
-    """Parse an endpoint to `host:port`, with the default port if none is given.
+    """Parse the address where nodes meet to `host:port`, with the default port if it has none.
 
     Returns:
         The endpoint; empty for a single node without one.

@@ -52,7 +52,7 @@ def preflight_over_ssh(
     seconds: float,
     options: Sequence[str] = (),
 ) -> findings.PreflightReport:
-    """Check nodes from this machine.
+    """Run a preflight: check nodes from this machine over ssh.
 
     Args:
         nodes: names for ssh; the other nodes must also be able to resolve the first name.
@@ -133,7 +133,7 @@ def preflight_on_node(recipe: Path | None, changes: Sequence[str], seconds: floa
 
 
 def _end_with_stdin() -> None:
-    """Wait until ssh is gone, then end this process, by force after some seconds."""
+    """Wait until stdin closes (ssh is gone), then end this process, by force after some seconds."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -151,7 +151,7 @@ def _kill_own_group() -> NoReturn:
 def _commands(
     nodes: Sequence[str], port: int, recipe: Path | None, changes: Sequence[str], seconds: float
 ) -> dict[str, str]:
-    """Return the shell command of each node; the first node serves the rendezvous's store."""
+    """Return each node's shell command for the preflight; the first node serves the store."""
     arguments = [] if recipe is None else [str(recipe)]
     arguments += [word for each in changes for word in ("--set", each)]
     command = program("longtake", "preflight", *arguments, "--timeout", f"{seconds:g}", "--relayed")
@@ -179,7 +179,7 @@ def _on_node(command: Sequence[str], variables: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class _Output:
-    """The output of a command on a node; `status` is None if it had to be killed."""
+    """Output and exit status of a command on a node; `status` is None if it had to be killed."""
 
     status: int | None
     out: str
@@ -273,7 +273,7 @@ def _json_of(out: str) -> dict[str, Any]:
 
 
 def _explain(node: str, output: _Output) -> tuple[str, str]:
-    """Return the reason why a command could not be run on a node, and advice."""
+    """Return the reason why the preflight could not run on a node, and advice."""
     status, error, last = output.status, output.error, output.last_line
     if status is None:
         what = f"it has not answered within {_ASK_SECONDS:g} s"

@@ -46,26 +46,26 @@ CHECKS: tuple[findings.Check, ...] = (
     findings.Check("clocks", network.measure_clocks, network.judge_clocks, "connected"),
     findings.Check("links", network.measure_links, network.judge_links, "connected", each="rank"),
 )
-"""All checks in order; consecutive checks that are `independent` form one stage."""
+"""All checks of a preflight in order; consecutive `independent` ones form one stage."""
 
 _RUN_DIRECTORY = "run directory"
 _OWN_SHARE = 0.8
-"""Fraction of the time limit for a process's own checks, so that it can still report a hang."""
+"""Share of the time limit for a process's own checks, so that it can still report a hanging one."""
 _SECONDS_TO_LET_GO = 0.1  # see parallel.mesh.join
 
 
 @dataclass
 class _Measured:
-    """Measured facts: on rank 0 those of all processes, elsewhere those of this process."""
+    """Facts that checks measured: on rank 0 those of all processes, elsewhere this process's."""
 
     checks: list[findings.Check] = field(default_factory=list)
     facts: dict[str, dict[str, findings.Facts]] = field(default_factory=dict)
-    """Facts by check, then by node or process."""
+    """Measured facts by check, then by node or process."""
     skipped: list[findings.SkippedCheck] = field(default_factory=list)
     is_hanging: bool = False
 
     def judge(self, check: findings.Check) -> findings.CheckResult:
-        """Judge a check, with an error for each node that could not measure."""
+        """Judge the facts of a check, with an error for each node that could not measure."""
         facts = self.facts[check.name]
         good = {who: each for who, each in facts.items() if "failed" not in each}
         result = check.judge(good) if good else findings.CheckResult()
@@ -164,7 +164,7 @@ def _context(
 
 
 def _leave_token(context: findings.CheckContext, created: list[Path]) -> list[findings.Finding]:
-    """Write the token into the run directory, and return a finding if it cannot be written."""
+    """Write the preflight's token into the run directory; return a finding if that fails."""
     try:
         storage.leave_token(context, created)
     except OSError as error:
@@ -180,7 +180,10 @@ def _leave_token(context: findings.CheckContext, created: list[Path]) -> list[fi
 def _measure_all(
     rendezvous: Rendezvous, context: findings.CheckContext, measured: _Measured
 ) -> None:
-    """Measure all stages into `measured`; after SilentProcessError it has the earlier stages."""
+    """Measure all stages (groups of checks) into `measured`.
+
+    After SilentProcessError it has the earlier stages.
+    """
     # Checks that need no connection come first: they explain why a connection fails.
     for stage in _stages([check for check in CHECKS if check.when != "connected"]):
         _measure_stage(stage, rendezvous, context, measured)
@@ -209,7 +212,7 @@ def _measure_all(
 
 
 def _why_not_connected(measured: _Measured, name: str) -> str:
-    """Return, on rank 0, why check `name` prevents the connected checks; empty: they can run."""
+    """Return why the failed check `name` prevents checks that need connections, or ""."""
     check = next((each for each in measured.checks if each.name == name), None)
     if check is None or not measured.judge(check).findings:
         return ""
@@ -232,7 +235,7 @@ def _measure_stage(
     context: findings.CheckContext,
     measured: _Measured,
 ) -> None:
-    """Measure a stage's checks in this process, and collect the facts of all on rank 0."""
+    """Measure a stage's checks in this process, and collect all processes' facts on rank 0."""
     own: dict[str, findings.Facts] = {}
     end = time.monotonic() + _OWN_SHARE * rendezvous.seconds
     for check in stage:

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _GOODBYE_SECONDS = 5.0
 _MARGIN_SECONDS = 10.0
-"""Extra time that other processes wait for rank 0, which decides which processes are silent."""
+"""Extra seconds that processes wait for rank 0, which decides which processes are silent."""
 _POLL_SECONDS = 1.0
-"""Longest wait inside of torch, during which Python handles no signal."""
+"""Longest wait inside of torch in seconds, as Python handles no signal during it."""
 _MAX_NAMED = 8
 _BACKLOG = 2048  # connections that wait at once, as all processes come at the same time
 
 
 class SilentProcessError(LongtakeError):
-    """Error about processes that did not answer in time.
+    """Error about processes of a preflight that did not answer in time.
 
     Attributes:
         silent: silent ranks and the check that each was doing, or "" for a rank that never came.
@@ -68,7 +68,7 @@ class Rendezvous:
             self.store.set(f"preflight/doing/{self.process.rank}", what)
 
     def gather(self, name: str, facts: Any) -> dict[int, Any]:
-        """Collect facts (JSON) of all processes on rank 0; the others wait for it and get {}.
+        """Collect a check's facts of all processes on rank 0; others wait for it, and get {}.
 
         Raises:
             SilentProcessError: a process has not answered in time.
@@ -95,7 +95,7 @@ class Rendezvous:
         return found
 
     def from_first(self, name: str, value: Any) -> Any:
-        """Broadcast a value (JSON) of rank 0 to every process.
+        """Broadcast a JSON value of rank 0 to every process of the preflight.
 
         Raises:
             SilentProcessError: rank 0 has not answered in time.
@@ -107,7 +107,7 @@ class Rendezvous:
         return self._read(f"preflight/{name}")
 
     def close(self) -> None:
-        """Leave the rendezvous once rank 0 does; the process with the store leaves last."""
+        """Leave the exchange once rank 0 does; the process that serves the store leaves last."""
         if self.store is None:
             return
         self.from_first("end", True)
@@ -189,7 +189,7 @@ def _store(process: ProcessInfo, seconds: float) -> "Store":
 
 
 def _loopback_socket(host: str, port: int) -> int | None:
-    """Open a socket that only this machine can reach; None for other hosts.
+    """Open a socket for the store that only this machine can reach; None if `host` is another.
 
     Without such a socket torch listens on all addresses.
     """

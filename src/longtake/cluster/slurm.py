@@ -25,12 +25,12 @@ _COMMENTS: Final = {
     "mem": "With all of their memory",
 }
 _MAX_REQUEUES = 3
-"""Number of consecutive starts of a job that may leave no new checkpoint."""
+"""Number of consecutive starts of a Slurm job that may leave no new checkpoint."""
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Resources that a job requests, and options for preflight and requeueing."""
+    """Resources that a Slurm job requests, and options for preflight and requeueing."""
 
     gpus: int | None = None  # GPUs per node; None: no GPUs are requested
     cpus: int | None = None  # cores per node; None: whole nodes with all of their memory
@@ -63,7 +63,7 @@ class BatchJob:
         return self.run_path / "slurm" / "job_%j.log"
 
     def script(self) -> str:
-        """Render the text of the batch file.
+        """Render the text of the Slurm batch file.
 
         Raises:
             LongtakeError: a flag or name has control characters.
@@ -102,7 +102,7 @@ class BatchJob:
         )
 
     def write(self) -> None:
-        """Write the batch file into the run directory.
+        """Write the Slurm batch file into the run directory.
 
         Raises:
             RunError: the run directory cannot be written.
@@ -117,7 +117,7 @@ class BatchJob:
             ) from error
 
     def submit(self) -> str:
-        """Submit the written batch file, and return the job's number.
+        """Submit the written batch file to Slurm, and return the job's number.
 
         Raises:
             LongtakeError: Slurm is not installed here, or it refuses the job.

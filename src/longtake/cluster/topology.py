@@ -27,7 +27,7 @@ _AROUND_NUMBER = re.compile(r"^(.*?)(\d*)(\D*)$")  # a name's last number, if it
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """This process's place among all processes of the same start."""
+    """The place of this process among all processes that were started together."""
 
     rank: int = 0
     world_size: int = 1
@@ -48,7 +48,7 @@ class ProcessInfo:
 
 
 def find_process(environment: Mapping[str, str] | None = None) -> ProcessInfo:
-    """Determine this process's place from the environment variables of torchrun or Slurm.
+    """Determine this process's rank and node from the environment of torchrun or Slurm.
 
     Args:
         environment: variables to use instead of os.environ.
@@ -128,7 +128,7 @@ def expand_hosts(text: str) -> Iterator[str]:
 
 
 def _expand(part: str) -> Iterator[str]:
-    """Yield the hosts of one part of a list: `a[1-2]b[3,4]` gives a1b3, a1b4, a2b3, a2b4."""
+    """Yield hosts of one part of a Slurm list: `a[1-2]b[3,4]` gives a1b3, a1b4, a2b3, a2b4."""
     found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
     if found is None:
         yield part
