@@ -1,4 +1,4 @@
-"""Evaluates a checkpoint: loads it, samples, writes videos, measures and compares them."""
+"""Evaluates a checkpoint: loads it, samples videos of a preset, measures and compares them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from longtake.sampling.videos import sample_preset
 
 
 class SampleEvaluator:
-    """Samples and measures with models that are already loaded.
+    """Samples a preset's videos and measures them, with models that are already loaded.
 
     Sampling takes longest, so no error after it loses the videos: the error is reported, and the
     result lacks the number concerned.
@@ -47,7 +47,10 @@ class SampleEvaluator:
         progress: Progress,
         watch: "_Stopwatch | None" = None,
     ) -> evaluation_dir.Scores:
-        """Sample and measure a task's videos in a folder, and return the content of scores.json."""
+        """Sample and measure the videos of a task (a checkpoint and a preset) in a folder.
+
+        Returns the content of scores.json.
+        """
         watch = watch or _Stopwatch()
         # First, as a measure that cannot be loaded must not cost an hour of sampling.
         extras = self.extras_of(task)
@@ -84,11 +87,11 @@ class SampleEvaluator:
         return scores if held_out is None else {**scores, "held_out": held_out}
 
     def forget_held_out(self) -> None:
-        """Forget the encoded held-out clips, before another run or another codec is used."""
+        """Forget the encoded held-out clips, as another run or codec is used next."""
         self._held_out = None
 
     def extras_of(self, task: EvaluationTask) -> list[Measure]:
-        """Return the preset's own measures, which are loaded before any video is sampled."""
+        """Return the measures that the preset itself names, loaded before any video is sampled."""
         names = task.preset.measures
         # A measure may hold a network, which is loaded once and not for each checkpoint.
         if names not in self._extras:
@@ -131,7 +134,7 @@ class SampleEvaluator:
         videos: list[evaluation_dir.VideoScores],
         folder: Path,
     ) -> dict[str, float]:
-        """Add the preset's own measures to each video, and return those of all videos together."""
+        """Add the preset's own measures to each video's; return those of all videos together."""
         # All videos of a preset at once may not fit into memory.
         again = Reread([folder / each["file"] for each in videos])
         prompts, fps = [each["prompt"] for each in videos], task.preset.settings.fps
@@ -167,7 +170,7 @@ class SampleEvaluator:
 
     @contextmanager
     def _without(self, task: EvaluationTask, name: str) -> Iterator[None]:
-        """Report a failure of the block, whatever it is, and continue without its result."""
+        """Report any failure in the block as one of `name`, and continue without its result."""
         try:
             yield
         except process.Stopped:
@@ -179,7 +182,7 @@ class SampleEvaluator:
 
 
 class CheckpointEvaluator:
-    """Evaluates checkpoints, and keeps the model in memory from one to the next of the same run."""
+    """Evaluates checkpoints; the model stays in memory for the next checkpoint of the same run."""
 
     def __init__(
         self,
@@ -200,7 +203,7 @@ class CheckpointEvaluator:
     def __call__(
         self, task: EvaluationTask, folder: Path, progress: Progress
     ) -> evaluation_dir.Scores:
-        """Load a task's checkpoint and evaluate it, as `SampleEvaluator` does."""
+        """Load the checkpoint of a task and evaluate it, as `SampleEvaluator` does."""
         watch = _Stopwatch()
         progress("load", 0, 1)
         with watch.of("load"):
@@ -209,7 +212,7 @@ class CheckpointEvaluator:
         return self._evaluate(task, sampler, folder, progress, watch)
 
     def _load(self, task: EvaluationTask) -> Sampler:
-        """Return the checkpoint's sampler, which presets of the same weights share."""
+        """Return a sampler of the task's checkpoint, shared by presets of the same weights."""
         weights = task.run, task.step, task.key, task.preset.weights
         if self._loaded is not None and self._loaded[0] != weights:
             self._loaded = None  # its model is about to be overwritten
@@ -220,7 +223,7 @@ class CheckpointEvaluator:
         return self._loaded[1]
 
     def _loader_of(self, run: RunDirectory) -> SamplerLoader:
-        """Return the sampler loader of a run and its current recipe; no other stays in memory."""
+        """Return what loads samplers of a run by its current recipe; only one stays in memory."""
         recipe = pending.target_version(run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             # Both are freed before the next model is loaded: two may not fit into memory.
@@ -237,7 +240,7 @@ class CheckpointEvaluator:
 
 
 class _Stopwatch:
-    """Measures the seconds that the parts of an evaluation take, by name."""
+    """Measures the seconds that the parts of an evaluation (load, sample ...) take, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -245,7 +248,7 @@ class _Stopwatch:
 
     @contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Add the duration of the block to a part."""
+        """Add the duration of the block to the part `name` of an evaluation."""
         begun = time.perf_counter()
         yield
         taken = self.seconds.get(name, 0.0) + time.perf_counter() - begun
@@ -256,7 +259,7 @@ class _Stopwatch:
 
 
 class Reread(Sequence[measures.Video]):
-    """A sequence of videos, each of which is read from its file on every access."""
+    """A sequence of sampled videos, each of which is read from its file on every access."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths

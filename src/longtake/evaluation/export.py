@@ -34,12 +34,12 @@ _LORA_FILES: Mapping[Expert, str] = {
     "high": "pytorch_lora_weights.safetensors",
     "low": "pytorch_lora_weights_transformer_2.safetensors",
 }
-"""LoRA files of a pipeline, by expert. diffusers loads the second one by
-`load_lora_weights(..., load_into_transformer_2=True)`."""
+"""Names of LoRA files in a diffusers pipeline, by expert (transformer of two). diffusers loads the
+second one by `load_lora_weights(..., load_into_transformer_2=True)`."""
 
 
 def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
-    """Write a folder that `from_pretrained` loads, and return remarks on it."""
+    """Write a pipeline folder that diffusers' `from_pretrained` loads, and return remarks on it."""
     parts, recipe = sampler.components, sampler.recipe
     rule = parts.shift_rule(recipe.sampling.shift)
     at_bucket = sampler.shift(recipe.sampling, recipe.data.buckets[0])
@@ -72,7 +72,7 @@ PREFIX = "base_model.model."
 
 
 def _write_adapter(sampler: Sampler, folder: Path) -> list[str]:
-    """Write a folder for `peft.PeftModel.from_pretrained(base_model, folder)`; return remarks."""
+    """Write a folder with the LoRA for `peft.PeftModel.from_pretrained`, and return remarks."""
     model = sampler.components.model
     named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
     _save_weights(named, folder / "adapter_model.safetensors")
@@ -91,7 +91,7 @@ def _expert_alone(sampler: Sampler) -> list[str]:
 
 
 def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
-    """Write a safetensors file in the dtype of the kept weights, and return remarks on it."""
+    """Write a safetensors file for ComfyUI in the dtype of the kept weights, and return remarks."""
     parts = sampler.components
     lora = lora_state(parts.model)
     weights, metadata = lora or plain_copy(parts.model).state_dict(), {}
@@ -119,13 +119,13 @@ def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
 
 
 Format = Literal["diffusers", "peft", "comfyui"]
-"""Kinds of export: a pipeline folder, a folder with LoRA alone, or one file."""
+"""Formats of an export: a pipeline folder, a folder with LoRA alone, or one file."""
 
 _SUFFIX = ".safetensors"
 
 
 def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
-    """Write a model for another tool, under a temporary name first.
+    """Export a trained model for another tool, under a temporary name first.
 
     Returns:
         Remarks that a user should know.

@@ -21,7 +21,7 @@ _SEE = "See Measure in longtake.evaluation.extra_measures."
 
 
 class Measure(Protocol):
-    """The interface of a measure that presets name as module:Class."""
+    """The interface of a user's measure, which presets name as module:Class."""
 
     name: str  # key of its values; small letters, digits and underscores
 
@@ -43,7 +43,7 @@ class Measure(Protocol):
 
 
 def load_extra(path: str) -> Measure:
-    """Make the measure at "module:Class"; refuse one without a name or `__call__`."""
+    """Make the measure of a class "module:Class"; refuse one without a name or `__call__`."""
     made = made_of(path)
     name = getattr(made, "name", None)
     if not isinstance(name, str) or not name.isidentifier() or not callable(made):
@@ -74,7 +74,7 @@ def made_of(path: str) -> Any:
 
 
 def load_extras(paths: Sequence[str]) -> list[Measure]:
-    """Return the measures that a preset names, whose names must all be different."""
+    """Return the user's measures that a preset names; their names must all be different."""
     extras: dict[str, Measure] = {}
     for path in paths:
         extra = load_extra(path)
@@ -90,7 +90,7 @@ def load_extras(paths: Sequence[str]) -> list[Measure]:
 def measure_extra(
     extra: Measure, videos: Sequence[Video], prompts: Sequence[str], fps: float
 ) -> tuple[list[dict[str, float]], dict[str, float]]:
-    """Return the values of a further measure: a dict for each video, and one for all together."""
+    """Return the values of a user's measure: a dict for each video, and one for all together."""
     try:
         found: Any = extra(videos, prompts, fps)
         # Tensors and arrays of no dimension have `__len__`, but are single numbers.
@@ -128,7 +128,7 @@ _FRAMES = 8
 
 
 class ClipScore:
-    """CLIP score: 100 x the cosine of the embeddings of frame and prompt, at least 0.
+    """CLIP score, a measure: 100 x the cosine of the embeddings of frame and prompt, at least 0.
 
     As in Hessel et al., "CLIPScore: a reference-free evaluation metric for image captioning"
     (2021), without their factor of 2.5; mean over at most 8 evenly spaced frames. The environment
@@ -180,7 +180,7 @@ EXTRACTOR = "LONGTAKE_FEATURES"
 REAL = "LONGTAKE_REAL_FEATURES"
 
 Features = NDArray[np.float64]
-"""[N, D]: D features of each of N videos."""
+"""Features of videos by a network: an array [N, D], D features of each of N videos."""
 
 
 def frechet_distance(one: Features, other: Features) -> float:
@@ -205,7 +205,7 @@ def frechet_distance(one: Features, other: Features) -> float:
 
 
 class Extractor:
-    """Computes features of videos with a network of the user's: module:Class, or TorchScript."""
+    """Computes features of videos with the user's network: module:Class, or TorchScript."""
 
     def __init__(self, place: str) -> None:
         self._network: Any = made_of(place) if ":" in place else _load(Path(place))
@@ -223,7 +223,7 @@ class Extractor:
 
 
 class FrechetDistance:
-    """`frechet_distance` between all videos of a preset and real ones.
+    """A measure: the `frechet_distance` between all videos of a preset and real ones.
 
     The environment variable LONGTAKE_FEATURES names the network that makes features (see
     `Extractor`), and LONGTAKE_REAL_FEATURES a .npy file of [N, D] with its features of real videos.
@@ -247,7 +247,7 @@ class FrechetDistance:
             )
 
     def __call__(self, videos: Sequence[Video], prompts: Sequence[str], fps: float) -> float | None:
-        """Return one number for all videos; None for a single one, which has no covariance."""
+        """Return the Frechet distance of all videos; None for one video, without a covariance."""
         del prompts, fps
         if len(videos) < 2:
             return None

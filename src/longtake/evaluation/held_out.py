@@ -36,7 +36,7 @@ _STEADY = {"windows": 1, "random_crop": False, "flip": 0.0}  # the same window e
 
 
 class Encoded(NamedTuple):
-    """Inputs of the model for one clip, on the CPU; each tensor is [1, ...]."""
+    """Model inputs of one held-out clip, on the CPU; each tensor is [1, ...]."""
 
     latents: Tensor
     noise: Tensor
@@ -46,7 +46,7 @@ class Encoded(NamedTuple):
 
 @dataclass
 class HeldOut:
-    """Clips whose loss is measured. They are encoded once, as the encoders are not trained."""
+    """Held-out clips whose loss is measured. They are encoded once, as encoders are not trained."""
 
     recipe: Recipe
     clips: Sequence[tuple[Clip, Bucket]]
@@ -56,7 +56,7 @@ class HeldOut:
     def open(
         cls, recipe: Recipe, run: RunDirectory, num_clips: int = NUM_CLIPS
     ) -> "HeldOut | None":
-        """Open the recipe's held-out clips; return None if it names no catalog of them.
+        """Open the recipe's held-out clips; return None if it names no catalog for them.
 
         Raises:
             DataError: the catalog cannot be read, or has clips that are trained on, or none to use.
@@ -85,7 +85,7 @@ class HeldOut:
     def loss(
         self, sampler: Sampler, batch_size: int = 4, on_batch: Callable[[], None] | None = None
     ) -> dict[str, float]:
-        """Return the mean loss over the clips at each of `SIGMAS`, and the `mean` of these.
+        """Return the mean loss over the held-out clips at each of `SIGMAS`, and their `mean`.
 
         With `flow.sigma_range`, or an expert of two, the sigmas are spread over the trained range.
         """
@@ -103,7 +103,7 @@ class HeldOut:
     def _batches(
         self, sampler: Sampler, size: int, on_batch: Callable[[], None] | None
     ) -> list[list[Encoded]]:
-        """Return the encoded clips in batches; all clips of a batch have one shape."""
+        """Return the encoded held-out clips in batches; clips of a batch have one shape."""
         if not self.encoded:
             self.encoded += _encode(self.clips, self.recipe.data, sampler, on_batch)
         by_bucket: dict[Bucket, list[Encoded]] = {}
@@ -117,7 +117,7 @@ class HeldOut:
 
 
 def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None:
-    """Refuse clips that are trained on: their loss says nothing about other clips."""
+    """Refuse held-out clips that are trained on: their loss says nothing about other clips."""
     # The run's copies: they include catalogs that the recipe no longer names.
     for path in sorted(run.catalogs_path.glob("*.parquet")):
         is_trained = pc.is_in(catalog.identities, value_set=Catalog.load(path).identities)
@@ -138,7 +138,7 @@ def _encode(
     sampler: Sampler,
     on_clip: Callable[[], None] | None,
 ) -> list[Encoded]:
-    """Encode all captions, then all videos, so that no two encoders are on the device at once."""
+    """Encode held-out clips: all captions, then all videos, so one encoder is on the device."""
     parts, device = sampler.components, sampler.device
     parts.bring("text", device)
     captions = []
@@ -161,7 +161,7 @@ def _encode(
 def _read_inputs(
     clip: Clip, bucket: Bucket, data: DataSection, device: torch.device
 ) -> tuple[Window, dict[str, Tensor]]:
-    """Return a clip's window, the same for each checkpoint, and the clip's further inputs."""
+    """Return a held-out clip's frames, the same for each checkpoint, and its further inputs."""
     window = sample_window(clip, bucket, data.model_copy(update=_STEADY), seed=0)
     return window, {
         name: torch.from_numpy(as_values(wanted, read(wanted)))[None].to(device)
@@ -172,7 +172,7 @@ def _read_inputs(
 def _encode_pictures(
     clip: Clip, bucket: Bucket, data: DataSection, sampler: Sampler, caption: Conditioning
 ) -> Encoded:
-    """Encode one clip alone: in batches of other sizes, convolutions round differently."""
+    """Encode one held-out clip alone: in other batch sizes, convolutions round differently."""
     parts, device = sampler.components, sampler.device
     window, given = _read_inputs(clip, bucket, data, device)
     video = torch.from_numpy(read(window))[None]
@@ -188,7 +188,7 @@ def _encode_pictures(
 def _losses(
     sampler: Sampler, batch: Sequence[Encoded], sigma: float, on_batch: Callable[[], None] | None
 ) -> list[float]:
-    """Return the loss of each clip of a batch; the batch is halved if memory is not enough."""
+    """Return the loss of each clip of a batch; the batch is halved if memory does not suffice."""
     found = try_within_memory(_computed, sampler, batch, sigma)
     if found is None and len(batch) == 1:
         raise PlanError(

@@ -29,7 +29,7 @@ from longtake.evaluation_dir import Alarm, EvaluationDirectory
 from longtake.run_dir import RunDirectory
 
 Video = NDArray[np.uint8]
-"""uint8 array [F, H, W, 3], RGB."""
+"""A video as a uint8 array [F, H, W, 3], RGB."""
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 
@@ -39,7 +39,7 @@ _MOST_THUMBNAIL_ROWS = 96
 
 @dataclass(frozen=True)
 class Signals:
-    """Statistics of the frames of a video with F frames and P = F - 1 pairs of neighbours."""
+    """Per-frame statistics of a video, which measures use: F frames, P = F - 1 neighbour pairs."""
 
     luma: Floats  # [F] mean of each frame, 0 to 255
     contrast: Floats  # [F] standard deviation of the luma
@@ -52,7 +52,7 @@ class Signals:
 
     @classmethod
     def of(cls, video: Video) -> "Signals":
-        """Compute the statistics in one pass over the frames."""
+        """Compute the statistics of a video in one pass over its frames."""
         assert video.dtype == np.uint8, video.dtype
         assert video.ndim == 4, video.shape
         assert video.shape[-1] == 3, video.shape
@@ -73,7 +73,7 @@ class Signals:
 
 
 def _saturation(frame: Video) -> float:
-    """Return the mean of (max - min) / max of R, G and B, as in HSV; 0 for black pixels."""
+    """Return a frame's mean of (max - min) / max of R, G and B, as in HSV; 0 for black pixels."""
     red, green, blue = np.ascontiguousarray(np.moveaxis(frame, -1, 0))
     largest = np.maximum(np.maximum(red, green), blue)
     smallest = np.minimum(np.minimum(red, green), blue)
@@ -82,7 +82,7 @@ def _saturation(frame: Video) -> float:
 
 
 def _edges(luma: Pixels) -> float:
-    """Return the variance of the Laplacian of four neighbours, without the border."""
+    """Return the variance of a picture's Laplacian of four neighbours, without the border."""
     if min(luma.shape) < 3:
         return 0.0
     laplacian = luma[:-2, 1:-1] + luma[2:, 1:-1]
@@ -93,7 +93,7 @@ def _edges(luma: Pixels) -> float:
 
 
 def _reduced(luma: Pixels, reduction: int) -> Pixels:
-    """Return the mean of each square of pixels; incomplete squares at the edges are left out."""
+    """Shrink a picture: return the mean of each square of pixels, without incomplete squares."""
     height, width = (side // reduction for side in luma.shape)
     whole = luma[: height * reduction, : width * reduction]
     rows = whole.reshape(height, reduction, -1).sum(axis=1)
@@ -139,7 +139,7 @@ def _cuts(signals: Signals, fps: float) -> float | None:
 
 
 Flow = NDArray[np.float32]
-"""[2, h, w]: pixels by which each pixel moves down and to the right."""
+"""Optical flow [2, h, w]: pixels by which each pixel of a picture moves down and to the right."""
 
 _LEVELS = 4
 _LEAST_SIDE = 8
@@ -152,7 +152,7 @@ _LEAST_CONTRAST = 0.5  # grey levels
 
 
 def _motion(signals: Signals, fps: float) -> float | None:
-    """Return the speed of the fastest twentieth of the picture, in % of its height per second.
+    """Return the motion of a video: the fastest twentieth of the picture, % of height per second.
 
     It is the median over pairs, so that neither a cut nor a flash counts as motion. None: there is
     no pair, or the picture is too small to see motion in it.
@@ -165,7 +165,7 @@ def _motion(signals: Signals, fps: float) -> float | None:
 
 
 def _fastest(before: Pixels, after: Pixels) -> float:
-    """Return the mean length of the longest twentieth of the flow's vectors, in pixels."""
+    """Return the mean length in pixels of the longest twentieth of the flow between pictures."""
     if np.array_equal(before, after):
         return 0.0
     lengths = np.hypot(*_flow(before, after)).ravel()
@@ -174,7 +174,7 @@ def _fastest(before: Pixels, after: Pixels) -> float:
 
 
 def _flow(before: Pixels, after: Pixels) -> Flow:
-    """Estimate the flow from one picture [h, w] to the next, from coarse to fine.
+    """Estimate the optical flow from one picture [h, w] to the next, from coarse to fine.
 
     The second picture first gets the mean and the contrast of the first, so that flickering light
     does not count as motion.
@@ -192,7 +192,7 @@ def _flow(before: Pixels, after: Pixels) -> Flow:
 
 
 def _pyramid(*pictures: Pixels) -> list[tuple[Pixels, ...]]:
-    """Return the pictures, then copies of half the size of the one before, until they are tiny."""
+    """Return a pyramid's levels: the pictures, then copies of half the size until they are tiny."""
     levels: list[tuple[Pixels, ...]] = [pictures]
     while len(levels) < _LEVELS and min(levels[-1][0].shape) >= 2 * _LEAST_SIDE:
         height, width = (side // 2 for side in levels[-1][0].shape)
@@ -203,7 +203,7 @@ def _pyramid(*pictures: Pixels) -> list[tuple[Pixels, ...]]:
 
 
 def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
-    """Enlarge a flow to the next finer level; a flow that has that shape is returned unchanged."""
+    """Enlarge an optical flow to the next finer level; one of that shape is returned unchanged."""
     if found.shape[1:] == shape:
         return found
     sides = zip(shape, found.shape[1:], strict=True)
@@ -212,7 +212,7 @@ def _enlarged(found: Flow, shape: tuple[int, ...]) -> Flow:
 
 
 def _refined(found: Flow, before: Pixels, after: Pixels) -> Flow:
-    """Improve a level's flow by least squares over a window around each pixel."""
+    """Improve an optical flow by least squares over a window around each pixel."""
     down, right = (np.asarray(each, np.float32) for each in np.gradient(before))
     # Normal equations of each window (Lucas and Kanade), solved below by Cramer's rule. The
     # stiffness on their diagonal keeps the flow small where there is no gradient to tell it.
@@ -241,7 +241,7 @@ def _blurred(values: Pixels) -> Pixels:
 
 @dataclass(frozen=True)
 class Known:
-    """A built-in measure; `find` returns None where it is undefined (motion of one frame)."""
+    """A built-in measure of a video; `find` is None where undefined (motion of one frame)."""
 
     find: Callable[[Signals, float], float | None]  # called with statistics and frames per second
     unit: str
@@ -284,12 +284,13 @@ def mean_of(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 _QUANTILES = 0.01, 0.5, 0.99
 _MOST_UNREADABLE = 8
-"""Unreadable clips at the beginning after which all are taken to be on another machine."""
+"""Number of unreadable clips at the beginning after which all are assumed to be on another
+machine."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Distribution of a measure over clips: its 1 %, 50 % and 99 % quantiles, and its mean."""
+    """Distribution of a measure over training clips: 1 %, 50 % and 99 % quantiles, and mean."""
 
     low: float
     median: float
@@ -299,7 +300,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Reference:
-    """Measures of training clips, to which those of samples are compared; kept as JSON."""
+    """Measures of training clips, to which those of sampled videos are compared; kept as JSON."""
 
     num_clips: fsio.Count
     measures: Mapping[str, Spread]
@@ -314,7 +315,10 @@ def reference_of(
     fps: float,
     on_clip: Callable[[], None] | None = None,
 ) -> tuple[Reference | None, str]:
-    """Return a preset's reference, cached or computed; None with a remark if clips are missing."""
+    """Return the measures of training clips to compare a preset with, cached or computed.
+
+    None with a remark if the clips are missing.
+    """
     path = EvaluationDirectory(run).reference_path(preset)
     catalogs = sorted(run.catalogs_path.glob("*.parquet"))
     # If any of this changes, the reference is made again.
@@ -361,7 +365,7 @@ def _measured(
     fps: float,
     on_clip: Callable[[], None] | None,
 ) -> Iterator[dict[str, float]]:
-    """Yield the measures of the clips that can be read, in the order of their identities."""
+    """Yield the measures of the readable training clips, in the order of their identities."""
     any_read, unreadable = False, 0
     for clip in _clips(run, catalogs, bucket, data):
         if on_clip is not None:
@@ -382,7 +386,7 @@ def _measured(
 def _clips(
     run: RunDirectory, paths: Sequence[Path], bucket: Bucket, data: DataSection
 ) -> Iterator[Clip]:
-    """Yield the clips of all catalogs that are long enough, each once, in order of identity.
+    """Yield a run's clips of all catalogs that are long enough, each once, by identity.
 
     Identities are hashes, so the first ones are a random choice.
     """
@@ -406,15 +410,16 @@ def _clips(
 
 
 _MARGIN = 0.1
-"""Margin as a share of a reference's range: quantiles of a few dozen clips are rough."""
+"""Margin around the training clips' range of a measure, as a share of that range: quantiles of a
+few dozen clips are rough."""
 DRIFT_CHECKPOINTS = 4
-"""An alarm is given when a measure rises (or falls) this many times in a row. As many first results
-are taken to show a model that learns."""
+"""Number of checkpoints in a row at which a measure must rise (or fall) for an alarm. As many first
+results are taken to show a model that learns."""
 DRIFT_CHANGE = 0.05
-"""Least total change of a measure for an alarm, as a share of its `base`."""
+"""Least total change of a measure for a drift alarm, as a share of its `base`."""
 _TREND_CHECKPOINTS, _TREND_SIGMAS, _TREND_CHANGE = 8, 3.0, 4.0
-"""Test of trend, for a measure that rises in steps or falls back now and then: least number of
-results, least distance from no trend in standard deviations, and multiple of `DRIFT_CHANGE`."""
+"""Test of trend, for the drift of a measure in steps or with relapses: least number of results,
+least distance from no trend in standard deviations, and multiple of `DRIFT_CHANGE`."""
 
 
 def find_drift(
@@ -426,13 +431,13 @@ def find_drift(
     checkpoints: int = DRIFT_CHECKPOINTS,
     change: float = DRIFT_CHANGE,
 ) -> list[Alarm]:
-    """Return alarms for built-in measures that rose or fell at the last checkpoints, or overall.
+    """Return drift alarms: built-in measures that rose or fell at the last checkpoints, or overall.
 
-    While a model learns, all measures move: results count from the checkpoint that `_learnt`
-    gives. No alarm is given for a measure that has come nearer to the training clips, for one that
-    moved in a direction that is no failure (`bad` of `MEASURES`), nor for a user's own measure,
-    which may be meant to rise. Results are ordered by step; the change is stated as a share of
-    `base`. A checkpoint that lacks a measure is skipped.
+    While a model learns, all measures move: results count from the checkpoint that `_learnt` gives.
+    No alarm is given for a measure that has come nearer to the training clips, for one that moved
+    in a direction that is no failure (`bad` of `MEASURES`), nor for a user's own measure, which may
+    be meant to rise. Results are ordered by step; the change is stated as a share of `base`. A
+    checkpoint that lacks a measure is skipped.
     """
     assert len(history) == len(steps)
     rows = dict(zip(steps, history, strict=True))
@@ -473,7 +478,7 @@ def find_drift(
 def _learnt(
     name: str, values: Sequence[float], checkpoints: int, reference: Reference | None
 ) -> int:
-    """Return the index of the first value of a trained model: changes before it were learning.
+    """Return the index of a measure's first value of a trained model; before it, the model learnt.
 
     It is the last of the first `checkpoints` values, or the first one within the range of the
     training clips, whichever is later; the number of values if none is within that range.
@@ -497,7 +502,7 @@ def last_row(values: Sequence[float]) -> list[float]:
 
 
 def trend_sigmas(values: Sequence[float]) -> float:
-    """Return the test statistic of a trend in standard deviations; positive if the series rises.
+    """Return a trend test's statistic in standard deviations; positive if the series rises.
 
     Of Mann (1945) and Kendall (1975): the number of pairs that rise minus that of pairs that fall,
     compared to random order. Equal values reduce its variance.
@@ -511,7 +516,7 @@ def trend_sigmas(values: Sequence[float]) -> float:
 
 
 def base(name: str, row: Sequence[float]) -> float:
-    """Return the value by which a change of a measure is divided, to state it as a share.
+    """Return the value by which a measure's change is divided, to state the change as a share.
 
     It is the first value, or `floor` if that is more: near 0 any change would be a multiple.
     """
@@ -521,7 +526,7 @@ def base(name: str, row: Sequence[float]) -> float:
 def find_out_of_range(
     preset: str, measures: Mapping[str, float], reference: Reference
 ) -> list[Alarm]:
-    """Return alarms for means outside of the range of 98 % of the training clips, with a margin.
+    """Return alarms for measures outside of the range of 98 % of the training clips, with a margin.
 
     The margin is a tenth of that range, or the measure's `floor` if that is more.
     """

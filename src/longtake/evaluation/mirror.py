@@ -1,4 +1,4 @@
-"""Mirrors runs that are trained elsewhere, and sends their results back; torch-free.
+"""Mirrors runs that another machine trains, and sends evaluation results back; torch-free.
 
 All state is in the mirror, a run directory like any other, and in its hidden folder .source: a
 server that is killed resumes where it was. Calls wait for the network, a pull for hours if need be.
@@ -33,7 +33,7 @@ _COMPLETION_MARKERS = (
     "checkpoints/step_*/COMMITTED",
     "evaluations/*/step_*/scores.json",
 )
-"""Files whose presence says that a run, a checkpoint or a result is complete."""
+"""Patterns of files whose presence says that a run, a checkpoint or a result is complete."""
 _LEFT_OUT = (
     "recipe.toml",  # it is copied last: with it the run exists
     "checkpoints/",
@@ -46,23 +46,25 @@ _LEFT_OUT = (
     "evaluations/servers/",
     "evaluations/*/step_*/scores.json",
 )
-"""Paths that are not copied as records. Leases, which are among them, are never copied: a copy does
-not tell how long nothing has changed in them. So servers share work by claims only if they share a
-mirror, or the run directory itself."""
+"""Paths of a run that are not mirrored as records. Leases (reservations by a process), which are
+among them, are never copied: a copy does not tell how long nothing has changed in them. So
+servers share work by claims only if they share a mirror, or the run directory itself."""
 _RECORDS = (
     *(".json", ".jsonl", ".txt", ".html", ".parquet"),
     *(".png", ".jpg", ".jpeg", ".webp", ".gif", ".mp4"),
     *(".safetensors", ".model"),  # components, and a tokenizer's
 )
-"""Suffixes of the files that are mirrored: records, pictures and frozen parts, but no code."""
+"""Suffixes of the files of a run that are mirrored: records, pictures and frozen parts, but no
+code."""
 SCORE_RULES: transports.Rules = (_HIDDEN, *transports.only(["/*/step_*/scores.json"]))
 CHECKPOINT_RULES: transports.Rules = ("- /optimizer/",)
-"""Rules for a checkpoint: sampling does not need the optimizer's state, which is most of it."""
+"""Rules for copying a checkpoint: without the optimizer's state, which is most of it and which
+sampling does not need."""
 
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run at the source, its mirror, and an index of what the source has of it."""
+    """A run at the source (where it is trained), its mirror here, and an index of its files."""
 
     name: str
     mirror: RunDirectory
@@ -74,7 +76,7 @@ class RemoteRun:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A checkpoint that was pulled, its size in bytes, and the seconds that it took."""
+    """A checkpoint that was copied from the source, its bytes, and the seconds that this took."""
 
     step: int
     bytes: int
@@ -82,7 +84,7 @@ class Pulled:
 
 
 def marker_rules() -> transports.Rules:
-    """Return rules for the completion markers of a run, and of each run in a folder."""
+    """Return copy rules for the files that mark a run, checkpoint or result as complete."""
     return (
         _HIDDEN,
         *transports.only(
@@ -92,7 +94,7 @@ def marker_rules() -> transports.Rules:
 
 
 def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
-    """Return rules for the records of runs to mirror: no checkpoints, no completion markers."""
+    """Return copy rules for the records of runs: no checkpoints, no markers of completion."""
     rules = [_HIDDEN]
     for name, mirror in runs:
         top = f"/{transports.literal(name)}/" if name else "/"
@@ -105,7 +107,7 @@ def record_rules(runs: Sequence[tuple[str, RunDirectory]]) -> transports.Rules:
 
 
 def result_rules(evaluations: Path) -> transports.Rules:
-    """Return rules for the evaluation files to push, without scores.json and heartbeats."""
+    """Return copy rules for evaluation results to push, without scores.json and heartbeats."""
     # A result without scores.json may still be in the making.
     halves = [path for path in evaluations.glob("*/step_*") if not (path / "scores.json").exists()]
     names = [path.relative_to(evaluations).as_posix() for path in halves]
@@ -119,7 +121,7 @@ def heartbeat_rules(server: str) -> transports.Rules:
 
 
 def _claimed_results(mirror: RunDirectory) -> list[str]:
-    """Return folders of results that a server of this mirror has claimed, done or not."""
+    """Return folders of results that a server of this mirror has claimed (reserved to make)."""
     claims = EvaluationDirectory(mirror).path / "claims"
     found = (path.relative_to(claims) for path in claims.glob("*/step_*"))
     names = {(path.parts[0], path.parts[1].partition("-")[0]) for path in found}
@@ -127,7 +129,7 @@ def _claimed_results(mirror: RunDirectory) -> list[str]:
 
 
 class MirrorFolder:
-    """The folder that runs are mirrored into, for one source and by one process at a time."""
+    """The folder here that holds mirrored runs: of one source, and by one process at a time."""
 
     def __init__(self, path: Path, address: transports.Address) -> None:
         self.path, self.index = path, path / _INDEX
@@ -155,7 +157,7 @@ class MirrorFolder:
             )
 
     def take(self, until: ExitStack) -> bool:
-        """Take the mirror's lease until the stack is closed; False if another process has it."""
+        """Reserve the folder by a lease until the stack is closed; False if another process has."""
         if self._lease is not None and self._lease.is_held:
             return True
         with self.writing():
@@ -174,7 +176,7 @@ class MirrorFolder:
         return True
 
     def runs(self) -> list[RemoteRun]:
-        """Return the runs of the source, as they were when it was last looked at."""
+        """Return the runs at the source, as they were when it was last read."""
         if (self.index / "recipe.toml").is_file():
             return [RemoteRun("", RunDirectory(self.path), RunDirectory(self.index))]
         names = sorted(path.parent.name for path in self.index.glob("[!.]*/recipe.toml"))
@@ -186,7 +188,7 @@ class MirrorFolder:
         ]
 
     def publish_markers(self, run: RemoteRun) -> None:
-        """Copy the completion markers of results and of the run into the mirror, after the rest."""
+        """Copy the files that mark completion into the mirror, after all others are there."""
         # Results that a server here makes are this mirror's own, and were not copied.
         claimed = {Path(each) for each in _claimed_results(run.mirror)}
         for marker in run.index.path.glob("evaluations/*/step_*/scores.json"):
@@ -197,7 +199,7 @@ class MirrorFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Turn an OSError of the block into a RunError that says what to do."""
+        """Turn an OSError of writing to the mirror into a RunError that says what to do."""
         try:
             yield
         except OSError as error:
@@ -217,7 +219,7 @@ def _copy(marker: Path, place: Path) -> None:
 
 
 class Mirror:
-    """Mirrors the runs of a source in a folder here, and sends results back."""
+    """Mirrors the runs of a source (where they are trained) in a folder, and sends results back."""
 
     def __init__(self, transport: transports.Rsync, folder: MirrorFolder, server: str) -> None:
         self._transport, self._folder, self._server = transport, folder, server
@@ -226,7 +228,7 @@ class Mirror:
         self._stack.callback(transport.close)
 
     def look(self) -> list[RemoteRun]:
-        """Mirror the source's records, and return its runs; [] if another process mirrors."""
+        """Mirror the records of the source's runs, and return these; [] if another process does."""
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():
@@ -247,7 +249,7 @@ class Mirror:
         return runs
 
     def pull(self, run: RemoteRun, steps: Iterable[int]) -> list[Pulled]:
-        """Pull checkpoints in this order, without the optimizer's state.
+        """Copy a run's checkpoints of these steps, in this order, without optimizer state.
 
         Checkpoints that are here already, or gone at the source, are skipped. One that was saved
         again at the source waits while a server needs the copy that is here.
@@ -261,7 +263,7 @@ class Mirror:
         return [each for each in found if each is not None]
 
     def push(self, run: RemoteRun) -> None:
-        """Push results, with scores.json last; nothing is sent if nothing is new."""
+        """Send evaluation results to the source, scores.json last; only if any are new."""
         with self._folder.writing():
             folder, there = EvaluationDirectory(run.mirror).path, run.below("evaluations")
             found = _pushed_files(folder)
@@ -275,7 +277,7 @@ class Mirror:
             self._pushed[run.mirror] = found
 
     def prune(self, mirror: RunDirectory, wanted: Collection[int]) -> list[int]:
-        """Delete all checkpoints but wanted, newest and needed ones; return the deleted steps."""
+        """Delete mirrored checkpoints except wanted, newest and needed ones; return their steps."""
         steps = mirror.checkpoint_steps()
         with self._folder.writing():
             going = sorted({*steps} - {*wanted} - {max(steps, default=0)})
@@ -310,7 +312,7 @@ class Mirror:
 
 
 def open_mirror(text: str, into: Path, server: str) -> Mirror:
-    """Open the mirror of a source; the source is not contacted yet."""
+    """Open the local mirror of a source; the source is not contacted yet."""
     address = transports.parse_address(text)
     return Mirror(transports.Rsync(address), MirrorFolder(into, address), server)
 
@@ -343,7 +345,7 @@ def needed_at_source(
 def send_heartbeat(
     transport: transports.Rsync, run: RemoteRun, server: str, needs: Collection[int]
 ) -> None:
-    """Send this server's heartbeat, with the steps that it needs at the source.
+    """Send this server's heartbeat to the source, with the steps whose checkpoints it needs.
 
     The file gets its time from the source's clock: its age tells the training whether it counts.
     """
@@ -372,7 +374,7 @@ def _has_arrived(run: RemoteRun, step: int) -> bool:
 
 
 def _is_incomplete(folder: Path) -> bool:
-    """Return whether a pulled checkpoint lacks a file other than the optimizer's state."""
+    """Return whether a mirrored checkpoint lacks a file other than the optimizer's state."""
     try:
         names = read_committed(folder)
     except (OSError, RecordError):
@@ -383,7 +385,7 @@ def _is_incomplete(folder: Path) -> bool:
 
 
 def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
-    """Return size and modification time of each evaluation file that may have to be pushed."""
+    """Return size and modification time of each evaluation file that may have to be sent."""
     found = {}
     for folder, folders, names in os.walk(top):
         folders[:] = [name for name in folders if name != "claims" and name[0] != "."]

@@ -24,12 +24,13 @@ _EVERY = re.compile(r"every=([1-9][0-9]{0,11})")
 _SHOWN = ("brightness", "motion")
 _MAX_NUMBERS = 4
 _MAX_REMEMBERED = 1000
-"""Maximum number of remembered lines: a server runs for weeks, and may repeat the oldest."""
+"""Maximum number of printed lines that are remembered; a server runs for weeks, and may repeat the
+oldest."""
 
 
 @dataclass(frozen=True)
 class Backlog:
-    """The choice of checkpoints to evaluate among those that wait (option --backlog)."""
+    """Which of the checkpoints that wait are evaluated (option --backlog): all, newest, every=K."""
 
     every: int | None = 1  # steps that are multiples of it; None: the newest step only
 
@@ -38,7 +39,7 @@ class Backlog:
         return self.every is not None
 
     def choose(self, steps: Sequence[int], *, with_last: bool) -> list[int]:
-        """Choose from ascending steps; return those chosen in the order of their evaluation.
+        """Choose checkpoints from ascending steps; return these in the order of their evaluation.
 
         The oldest comes first, because a run deletes the oldest first. With `with_last`, the newest
         is always chosen, because no newer one will come.
@@ -50,7 +51,7 @@ class Backlog:
 
 
 def parse_backlog(text: str) -> Backlog:
-    """Parse `all`, `newest` or `every=K`.
+    """Parse the value of --backlog: `all`, `newest` or `every=K`.
 
     Raises:
         RunError: the text is something else.
@@ -91,7 +92,7 @@ class ServerOptions:
         return self.follows or self.until_finished
 
     def check(self) -> None:
-        """Refuse options that cannot be served.
+        """Refuse options with which the evaluation server cannot work.
 
         Raises:
             RunError: a place is missing or holds no run, and the server does not wait for it; or
@@ -125,7 +126,7 @@ class ServerOptions:
                 self.refuse_foreign_code(run)
 
     def recipe_of(self, run: RunDirectory) -> config.Recipe:
-        """Return a run's recipe, with [evaluation] and [sampling] of the --recipe, if given.
+        """Return a run's recipe, with [evaluation] and [sampling] of --recipe, if it is given.
 
         Raises:
             RunError: there is no run.
@@ -138,7 +139,7 @@ class ServerOptions:
         return own.model_copy(update={"evaluation": named.evaluation, "sampling": named.sampling})
 
     def refuse_foreign_code(self, run: RunDirectory) -> None:
-        """Refuse a run that names code and that another user began.
+        """Refuse a run whose recipe names own code and that another user began.
 
         Other errors of its recipe are reported where its presets are read.
 
@@ -156,7 +157,7 @@ class ServerOptions:
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
-    """Return the run directories that the places are or contain, each once."""
+    """Return the run directories that these folders are or contain, each once."""
     found: dict[Path, RunDirectory] = {}
     for place in places:
         inside = sorted(place.iterdir()) if place.is_dir() else []
@@ -187,7 +188,7 @@ def _refuse_empty(place: Path) -> None:
 
 
 class ServerReport:
-    """Prints what is done, and each problem once; any thread may use it."""
+    """Prints what the server does, and each problem once; any thread may use it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -211,7 +212,7 @@ class ServerReport:
 
     @contextmanager
     def log_errors(self, scope: Path | str) -> Iterator[None]:
-        """Suppress any error of the block, and print each kind of error once.
+        """Suppress any error of the block, and print each kind of error of `scope` once.
 
         A server works for weeks on files that others write: what is wrong with one run must end
         neither the server nor one of its threads.
@@ -229,7 +230,7 @@ class ServerReport:
                 self.wrong(f"{scope}: {text.rstrip('.')}. It is tried again; other work continues.")
 
     def evaluated(self, task: EvaluationTask, scores: evaluation_dir.Scores) -> None:
-        """Print the result of a task, with its alarms."""
+        """Print the result of a task (a checkpoint and a preset), with its alarms."""
         self.say(sentence(task, scores))
         for alarm in scores["alarms"]:
             if alarm["kind"] == "drift":
@@ -241,7 +242,7 @@ class ServerReport:
 
     @contextmanager
     def progress_bar(self, task: EvaluationTask) -> Iterator[Progress]:
-        """Show a progress bar for the solver's steps during the block."""
+        """Show a progress bar for the sampling of a task during the block."""
         label = f"{task.preset.name} of step {task.step}"
         with (
             progress.phase_lines(self._console, f"{label}: load") as enter,
@@ -270,7 +271,7 @@ def raised_at(error: Exception) -> str:
 
 
 def sentence(task: EvaluationTask, scores: evaluation_dir.Scores) -> str:
-    """Return one line on a result, with the most telling measures: the preset's own first."""
+    """Return a line on a task's scores, with the most telling measures: first the preset's own."""
     seconds = sum(scores["seconds"].get(name, 0.0) for name in ("load", "sample", "measure"))
     took = f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
     where = task.directory.result_path(task.preset.name, task.step).relative_to(task.run.path)

@@ -1,4 +1,4 @@
-"""The pending evaluations of a run; torch-free.
+"""The pending evaluations of a run: checkpoints that a preset has not sampled yet; torch-free.
 
 pending = committed checkpoints x presets - results of the same weights - given up. It is computed
 from the run directory at each look, so that servers can be killed and started at any time.
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 _COMMITTED = "COMMITTED"
 _ARRIVING_SECONDS = 15.0
-"""Seconds without a change of its files after which a checkpoint is not being copied any more."""
+"""Seconds without a change after which a checkpoint's files are not being copied any more."""
 _SECONDS_UNTIL_READ_AGAIN = 15.0
 _MISSED_ADVICE = (
     "Training saves faster than this evaluates. Raise checkpoint.keep or evaluation.hold_waiting, "
@@ -36,14 +36,14 @@ _MISSED_ADVICE = (
 
 
 def target_version(path: Path) -> fsio.FileVersion | None:
-    """Return the version of a file, or of a link's target; None if it does not exist."""
+    """Return the version of a file, or of a link's target; None if the file does not exist."""
     with suppress(OSError):
         return fsio.version_of(path.stat())
     return None
 
 
 class StatCache:
-    """Values read from files, kept until the version of a file changes."""
+    """Cache of values read from files, each kept until its file changes."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[fsio.FileVersion | None, Any]] = {}
@@ -61,7 +61,7 @@ class StatCache:
         self._known.pop(path, None)
 
     def keep_only(self, folders: Collection[str]) -> None:
-        """Forget all files except those in folders with these names."""
+        """Forget the values of all files except those in folders with these names."""
         known = self._known.items()
         self._known = {path: x for path, x in known if not set(folders).isdisjoint(path.parts)}
 
@@ -74,7 +74,7 @@ class RunEnd:
         self._newest: str | None = None
 
     def is_reached(self) -> bool:
-        """Return whether the newest beginning or end among the run's events is an end."""
+        """Return whether the run's newest event of beginning or ending is an end."""
         events = self._events.read()
         # The file was replaced: what was read of the old one does not count.
         if self._events.has_restarted:
@@ -86,7 +86,7 @@ class RunEnd:
 
 
 class WantedPresets:
-    """The presets of one run that the recipe and the options ask for."""
+    """The presets (sets of prompts) of a run that its recipe and the server's options ask for."""
 
     def __init__(self, run: RunDirectory, options: ServerOptions, report: ServerReport) -> None:
         self._run, self._options, self._report = run, options, report
@@ -104,7 +104,7 @@ class WantedPresets:
         self._refused[preset.name] = time.monotonic() + seconds
 
     def read(self) -> None:
-        """Find the presets again if the recipe or a file of presets has changed.
+        """Read the wanted presets again if the recipe or a file of presets has changed.
 
         After an error they are read again now and then, as a missing file may have appeared.
         """
@@ -144,7 +144,7 @@ class WantedPresets:
 
 
 class PendingTasks:
-    """The pending tasks of a run, read from its directory; threads may share it.
+    """The pending tasks of a run (checkpoints to sample), read from its directory; for any thread.
 
     A file is read again only if it has changed. Only what no file tells is kept in memory: damage
     that a task has found, for how long something waits, and tasks whose checkpoints may be deleted.
@@ -169,7 +169,7 @@ class PendingTasks:
         self._awaited: dict[tuple[str, int], EvaluationTask] = {}
 
     def look(self, source: RunDirectory | None = None) -> list[EvaluationTask]:
-        """Return the pending tasks in the order in which they are worked on.
+        """Return the pending tasks (checkpoint and preset) in the order of their evaluation.
 
         With `source`, an index: tasks of the source's checkpoints, which may not be here yet.
         """
@@ -205,7 +205,7 @@ class PendingTasks:
             self.directory.append_event(event, **facts)
 
     def report_missed(self, **facts: Any) -> None:
-        """Report tasks whose checkpoints were deleted before any server worked on them.
+        """Report tasks whose checkpoints were deleted before any server evaluated them.
 
         Each is reported once, by one server; none is if only the newest checkpoints are wanted.
         """
@@ -236,7 +236,7 @@ class PendingTasks:
         self._damaged[task.step, task.preset.weights] = _signatures(task)
 
     def is_done(self, task: EvaluationTask) -> bool:
-        """Return whether there is a result of the task's weights."""
+        """Return whether the preset has a result of the weights of the task."""
 
         def read_key(path: Path) -> str | None:
             scores = task.directory.scores(task.preset.name, task.step) if path.exists() else None
@@ -246,7 +246,7 @@ class PendingTasks:
         return self._cache.get(folder / "scores.json", read_key) == task.key
 
     def _committed(self, run: RunDirectory) -> dict[int, CommittedWeights]:
-        """Return the committed checkpoints by step; one that cannot be read has no keys."""
+        """Return a run's committed checkpoints by step; one that cannot be read has no keys."""
         committed = {}
         for step in sorted(run.checkpoint_folders()):
             path = run.checkpoint_path(step) / _COMMITTED
@@ -270,7 +270,7 @@ class PendingTasks:
         *,
         with_last: bool,
     ) -> Iterator[EvaluationTask]:
-        """Yield the tasks of one preset that are neither done nor given up."""
+        """Yield tasks of one preset (a checkpoint each) that are neither done nor given up."""
         tasks = {
             step: EvaluationTask(self.run, preset, step, key)
             for step, weights in committed.items()
@@ -288,7 +288,7 @@ class PendingTasks:
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
     def _is_whole(self, task: EvaluationTask) -> bool:
-        """Return whether a checkpoint has all files in full; others may still be being copied."""
+        """Return whether a task's checkpoint has all its files; they may still be being copied."""
         weights = task.preset.weights
         folder = task.checkpoint / weights
 
@@ -306,12 +306,15 @@ class PendingTasks:
         return False
 
     def _lasts(self, step: int, part: str, problem: str) -> bool:
-        """Return whether a problem lasts: no file changes any more, or the server does not wait."""
+        """Return whether a checkpoint's problem lasts, so that it is damaged and not being copied.
+
+        A problem lasts if no file changes any more, or if the server does not wait.
+        """
         seconds = self._seconds_seen(step, part, problem)
         return not self._options.follows or seconds > _ARRIVING_SECONDS
 
     def _seconds_seen(self, *thing: object) -> float:
-        """Return the seconds for which each look, this one included, has seen a thing."""
+        """Return the seconds since which each look at the run, also this one, has seen a thing."""
         now = time.monotonic()
         return now - self._seen.setdefault(thing, self._first_seen.get(thing, now))
 
@@ -319,7 +322,7 @@ class PendingTasks:
         return self._here | (self._at_source or set())
 
     def _is_missed(self, task: EvaluationTask) -> bool:
-        """Return whether this server must report a task: no other did, claimed or reported it."""
+        """Return whether to report a task whose checkpoint is lost: no server did or claimed it."""
         name = task.preset.name, task.step
         is_wanted = any(each.name == task.preset.name for each in self.presets.now())
         if not is_wanted or self.is_done(task) or self.claims.attempts(task).is_final:
@@ -348,7 +351,7 @@ class PendingTasks:
 def waiting_steps(
     pending: PendingTasks, tasks: Sequence[EvaluationTask], needed: Collection[int]
 ) -> set[int]:
-    """Return the oldest steps of a run that wait to be sampled, up to the recipe's limit.
+    """Return a run's oldest steps that wait to be sampled, up to the recipe's limit.
 
     Steps that are being sampled are added: this server's, as it needs them again after a failure;
     and another server's, if this one needed them before, because a server that has just claimed a
@@ -377,7 +380,10 @@ def _signatures(task: EvaluationTask) -> object:
 
 
 def _is_being_deleted(checkpoint: Path) -> bool:
-    """Return whether a deletion has begun and may yet be undone; see `checkpoint.files`."""
+    """Return whether the deletion of a checkpoint has begun and may yet be undone.
+
+    See `checkpoint.files`.
+    """
     with suppress(OSError):
         hidden = checkpoint.with_name(f".{checkpoint.name}.deleted")
         return hidden.exists() or checkpoint.exists()

@@ -1,4 +1,4 @@
-"""The evaluation server: finds pending tasks, and works on one after another; torch-free.
+"""The evaluation server: finds checkpoints to evaluate, and does one after another; torch-free.
 
 All state is in the run directories, so that any number of servers can come, die and share the work.
 A server cannot slow or break the training.
@@ -27,16 +27,18 @@ from longtake.tracking.follower import Followers
 
 _BEAT_SECONDS = 1.0
 _PAUSE_PER_LOOK = 10.0
-"""Pause between looks of the keeper, as a multiple of the last look's duration."""
+"""Pause of the keeper's thread between looks at the runs, as a multiple of the last look's
+duration."""
 _CHECKPOINTS_PER_TURN = 3
-"""Checkpoints of a run before another run's turn: each turn loads another model."""
+"""Number of checkpoints of a run that are evaluated before another run's turn, as each turn loads
+another model."""
 _NICE = 10
-"""Niceness on a CPU. Beside a training, a process of this niceness gets about a tenth of the time;
-where nothing else wants the cores, it gets all of them that it asks for."""
+"""Niceness of the server on a CPU. Beside a training, a process of this niceness gets about a tenth
+of the time; where nothing else wants the cores, it gets all of them that it asks for."""
 
 
 def evaluate(options: ServerOptions, device: str, console: Console) -> dict[str, Any]:
-    """Serve until nothing is pending, or a signal requests a stop; imports torch.
+    """Evaluate checkpoints until none is pending, or a signal requests a stop; imports torch.
 
     `device` is `auto`, `cpu`, `cuda`, or one GPU, such as `cuda:1`.
 
@@ -106,7 +108,7 @@ class EvaluationServer:
         self._followers = Followers()
 
     def serve(self) -> None:
-        """Evaluate until nothing is pending, or for as long as the options say."""
+        """Evaluate checkpoints until none is pending, or for as long as the options say."""
         with self._followers, self._mirror, self._keeper:
             while not self._stop.wanted:
                 # Before the look, or a checkpoint that is saved in between would be missed.
@@ -121,7 +123,7 @@ class EvaluationServer:
                 self._stop.wait(self._options.look_seconds)
 
     def _find_runs(self) -> None:
-        """Add runs that are new, and forget those that were deleted."""
+        """Find runs to serve: add new ones, and forget those that were deleted."""
         runs = list(self._runs)
         with self._report.log_errors("looking for runs"):
             runs = find_runs(self._options.places)
@@ -136,7 +138,7 @@ class EvaluationServer:
             self._report.remark(f"There is no run in {places} yet.")
 
     def _may_end(self) -> bool:
-        """Return whether the server may end if nothing is pending; called before it looks."""
+        """Return whether the server may end if no task is pending; called before it looks."""
         are_over = not self._options.follows
         if not are_over and self._options.until_finished and self._runs:
             with self._report.log_errors("events of runs"):
@@ -144,7 +146,7 @@ class EvaluationServer:
         return are_over and self._mirror.is_settled
 
     def _pending(self) -> list[claims.EvaluationTask]:
-        """Return the pending tasks of all readable runs, in the order in which they are tried."""
+        """Return the pending tasks of all readable runs, in the order in which to try them."""
         by_run: list[list[claims.EvaluationTask]] = []
         for run, pending in self._runs.items():
             with self._report.log_errors(run.path):
@@ -156,7 +158,7 @@ class EvaluationServer:
         return sorted(tasks, key=lambda task: (task.attempts, self._turns.rank(task)))  # stable
 
     def _work_on_first(self, tasks: Sequence[claims.EvaluationTask]) -> bool:
-        """Evaluate the first task that this server can claim; return whether there was one."""
+        """Evaluate the first task that this server can claim (reserve); return whether it did."""
         for task in tasks:
             with self._report.log_errors(task.run.path):
                 pending = self._runs[task.run]
@@ -204,7 +206,7 @@ class EvaluationServer:
     def _end(
         self, pending: PendingTasks, claim: claims.Claim, outcome: claims.AttemptOutcome
     ) -> None:
-        """End a claim, and report its outcome."""
+        """End a claim (the server's reservation of a task), and report the task's outcome."""
         task, facts = claim.task, dict[str, Any]()
         match outcome.how:
             case "done":
@@ -241,21 +243,21 @@ class EvaluationServer:
 
 
 class Turns:
-    """Lets runs take turns of a few checkpoints, so that none waits until the others have ended."""
+    """Lets runs take turns of a few checkpoints, so that none waits until the others' runs end."""
 
     def __init__(self) -> None:
         self._steps: set[int] = set()  # evaluated in the present turn
         self._served: list[RunDirectory] = []  # the run whose turn it is comes last
 
     def note(self, task: claims.EvaluationTask) -> None:
-        """Record that a task is being worked on."""
+        """Record that this task is evaluated, which counts for the turn of its run."""
         if self.rank(task) >= 0:
             self._steps = set()
             self._served = [*(run for run in self._served if run != task.run), task.run]
         self._steps.add(task.step)
 
     def rank(self, task: claims.EvaluationTask) -> int:
-        """Return a sort key: runs that have not been served come first, except for this turn's."""
+        """Return a task's sort key: first this turn's run, then the run not served for longest."""
         has_room = len(self._steps) < _CHECKPOINTS_PER_TURN or task.step in self._steps
         if has_room and self._served[-1:] == [task.run]:
             return -1
@@ -264,7 +266,7 @@ class Turns:
 
 @dataclass(frozen=True)
 class ServerSnapshot:
-    """The state of a server that its loop publishes for the keeper."""
+    """The state of the server, published by its loop for the thread that writes heartbeats."""
 
     runs: tuple[PendingTasks, ...] = ()
     task: claims.EvaluationTask | None = None  # task whose checkpoint is needed now
@@ -273,7 +275,7 @@ class ServerSnapshot:
 
 
 class Keeper:
-    """Writes about once a second, in a thread, what the server does and which checkpoints it needs.
+    """Thread that writes each second what the server does and which checkpoints it needs kept.
 
     It needs the checkpoint that it samples and the oldest that wait. All servers need the same
     waiting ones, so that more servers keep no more on disk. If only the newest checkpoint is
@@ -306,14 +308,14 @@ class Keeper:
         self._beat()
 
     def publish(self, **changes: Any) -> None:
-        """Replace fields of the published snapshot."""
+        """Replace fields of the server's published state."""
         # Only the loop publishes, and by one assignment: the thread sees the old snapshot or the
         # new one, and needs no lock.
         self._published = replace(self._published, **changes)
 
     @contextmanager
     def working_on(self, task: claims.EvaluationTask) -> Iterator[claims.Progress]:
-        """Publish that a task is being done until the block ends, with its progress."""
+        """Publish in the heartbeat that a task is being done in the block, with its progress."""
         doing = {**task.facts, "run": str(task.run.path), "since": fsio.now()}
         self.publish(doing={**doing, "what": "claim"})
 
@@ -327,7 +329,7 @@ class Keeper:
 
     @contextmanager
     def needing(self, task: claims.EvaluationTask) -> Iterator[None]:
-        """Protect a task's checkpoint in the block; the heartbeat that says so is written first.
+        """Protect a task's checkpoint from deletion in the block; first writes the heartbeat.
 
         The checkpoint may have been deleted before that: check that it exists afterwards.
         """
@@ -353,7 +355,7 @@ class Keeper:
                 self._beat()
 
     def _look(self, runs: Sequence[PendingTasks]) -> None:
-        """Find the checkpoints that wait to be sampled; if a run cannot be read, its last ones."""
+        """Find checkpoints that wait to be sampled; an unreadable run keeps those found before."""
         waiting = {each.run: self._waiting.get(each.run, set()) for each in runs}
         for pending in runs:
             with self._report.log_errors(pending.run.path):
@@ -391,7 +393,7 @@ class Keeper:
 
 
 class MirrorThread:
-    """Pulls checkpoints and pushes results in a thread; does nothing without a source."""
+    """Thread that copies checkpoints from a source and sends results; idle without a source."""
 
     def __init__(self, options: ServerOptions, server: str, report: ServerReport) -> None:
         self._options, self._server, self._report = options, server, report
@@ -438,7 +440,7 @@ class MirrorThread:
             self._wake.clear()
 
     def _pull_all(self, mirror: Mirror) -> None:
-        """Look at the source, and pull what is wanted; an error ends a round, not the server."""
+        """Read the source, and copy wanted checkpoints; an error ends this round only."""
         try:
             # Asked before the look: what a run had saved by its end is then seen by that look.
             were_over = bool(self._remote) and all(
@@ -490,7 +492,7 @@ class MirrorThread:
 
 
 def _lower_priority(device_type: str) -> None:
-    """Lower the priority on a CPU, to leave the cores to a training on this machine.
+    """Lower this process's priority on a CPU, to leave the cores to a training on this machine.
 
     Take half of the cores, because threads of a process of low priority spin while they wait for
     one of them that gets no core: on two cores that a training used as well, eight videos of the

@@ -1,4 +1,4 @@
-"""Copies files between a source and its mirror by rsync, over ssh or on one machine; torch-free."""
+"""Copies files of runs between a source and its mirror by rsync, also over ssh; torch-free."""
 
 import os
 import re
@@ -21,7 +21,7 @@ _EXPECTED = (
 
 @dataclass(frozen=True)
 class Address:
-    """The folder at which runs are trained; `host` is empty for one on this machine."""
+    """Address of the folder in which runs are trained; `host` is empty for this machine."""
 
     text: str
     host: str
@@ -33,7 +33,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse the value of --source; a relative path is relative to the current folder.
+    """Parse the value of --source: HOST:PATH or PATH, relative to the current folder.
 
     Raises:
         RunError: the text names no host and path, or is a URL.
@@ -70,12 +70,12 @@ that is in it. A path that no rule matches is copied.
 
 
 def literal(name: str) -> str:
-    """Return the pattern that matches this name only."""
+    """Return the rsync pattern that matches exactly this name."""
     return re.sub(r"([*?\[])", r"\\\1", name)
 
 
 def only(patterns: Iterable[str]) -> Rules:
-    """Return rules that copy only the given paths, with the folders that lead to them."""
+    """Return rsync rules that copy only the given paths, with the folders that lead to them."""
     wanted: dict[str, None] = {}
     for pattern in patterns:
         parts = pattern.strip("/").split("/")
@@ -86,7 +86,7 @@ def only(patterns: Iterable[str]) -> Rules:
 
 
 class GoneError(RunError):
-    """Raised if the files to copy do not exist, or were deleted meanwhile."""
+    """Raised if the files to copy from the source do not exist, or were deleted meanwhile."""
 
 
 _CONNECT_SECONDS = 10
@@ -126,7 +126,7 @@ _KNOWN_CAUSES = (
     ("rsync: not found", "rsync is not installed there", "install it there"),
     ("rsync: No such file", "rsync is not installed there", "install it there"),
 )
-"""Words in the stderr of rsync and ssh, with what they mean and what to do."""
+"""Texts in the stderr of rsync and ssh, with what each means and what to do."""
 
 
 class Rsync:
@@ -179,7 +179,7 @@ class Rsync:
                 process.terminate()
 
     def close(self) -> None:
-        """Close the ssh connection."""
+        """Close the ssh connection that transfers share."""
         if self._sockets is None:
             return
         if any(Path(self._sockets).glob("*")):
@@ -223,7 +223,7 @@ class Rsync:
             raise rsync_error(self._address, process.returncode, stderr)
 
     def _ssh_command(self) -> list[str]:
-        """Return an ssh command without questions, which notices a lost connection within 15 s."""
+        """Return an ssh command without questions; it notices a lost connection within 15 s."""
         options = ["BatchMode=yes", f"ConnectTimeout={_CONNECT_SECONDS}"]
         options += ["ServerAliveInterval=5", "ServerAliveCountMax=3"]
         socket = f"{self._sockets}/ssh"
@@ -241,7 +241,7 @@ class Rsync:
 
 
 def is_success(status: int, stderr: str) -> bool:
-    """Return whether rsync has copied all files that exist.
+    """Return whether rsync has copied all files that exist, by its status and stderr.
 
     A file that is deleted while it is listed may be missing, and so may the target of a link.
     """
@@ -251,7 +251,7 @@ def is_success(status: int, stderr: str) -> bool:
 
 
 def rsync_error(address: Address, status: int, stderr: str) -> RunError:
-    """Return the error to raise for a failed rsync; it names the cause and the remedy."""
+    """Return the error to raise for a failed rsync, with its cause and the remedy."""
     causes = _causes(stderr)
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = (causes or lines or [f"rsync ended with status {status}"])[-1]
