@@ -104,7 +104,7 @@ def one_clip_removed(site: TrainingSite, evidence: Evidence) -> None:
 
 
 def _resume_by_policy(evidence: Evidence, old: Catalog, policy: Policy) -> None:
-    """Resume with `data.on_change` to the end of the run, and check the policy's guarantees.
+    """Resume with `data.on_change`, train to the end, and check that policy's guarantees.
 
     `merge`: epoch 0 consists of the clips consumed before and the rest of the new catalog.
     `finish`: epoch 0 is the old catalog. With both, later epochs are the new catalog, and the steps
@@ -269,7 +269,7 @@ def kill_while_saving(site: TrainingSite, evidence: Evidence) -> None:
 
 
 def _stop_while_saving(process: TrainingProcess, site: TrainingSite) -> Path:
-    """Stop a run while a checkpoint is half written, and return its partial folder."""
+    """Stop a run while a checkpoint is half written, and return the partial checkpoint's folder."""
 
     def stop_it() -> Path | None:
         if partial := next(site.run.checkpoints_path.glob(".step_*.partial"), None):
@@ -350,7 +350,7 @@ def disk_full_while_saving(site: TrainingSite, evidence: Evidence) -> None:
 
 
 def limit_file_size(pid: int, num_bytes: int) -> None:
-    """Limit the size of all files that a process writes, to simulate a full disk.
+    """Limit the size of any file that a process writes, to simulate a full disk.
 
     Like a full disk, RLIMIT_FSIZE lets a write fail half-way through a file ("File too large"
     instead of "No space left on device"). A real small disk would need privileges to mount.
@@ -360,7 +360,7 @@ def limit_file_size(pid: int, num_bytes: int) -> None:
 
 
 def resume(evidence: Evidence) -> None:
-    """Start the same command again, wait for the end of the run, and check the results."""
+    """Resume a run by the command of its first launch, train to the end, and check the results."""
     site = evidence.site
     newest = site.run.checkpoint_steps()[-1]
     with site.launch() as process:
@@ -373,7 +373,7 @@ def resume(evidence: Evidence) -> None:
 
 
 def _resume_from_older(evidence: Evidence, damaged: str) -> None:
-    """Resume a run whose newest checkpoint has a damaged file, and check the results."""
+    """Resume a run whose newest checkpoint has a damaged file from the older one, and check it."""
     site = evidence.site
     older, newest = site.run.checkpoint_steps()[-2:]
     with site.launch() as process:

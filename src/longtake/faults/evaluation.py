@@ -1,4 +1,4 @@
-"""Faults of evaluation: servers that are killed or share a run, lost checkpoints, a tracker down.
+"""Faults of evaluation: servers that are killed or share a run, lost checkpoints, W&B out of reach.
 
 After each, every checkpoint has one result for its saved weights, nothing partial is left, no
 checkpoint is protected any more, and the training is not affected.
@@ -66,7 +66,7 @@ _LONGEST_FOLLOWER_SECONDS = 60.0
 
 
 class EvaluatorProcess(RunObserver):
-    """A process `longtake evaluate` on a site's run, which need not have begun."""
+    """A process `longtake evaluate` on the run of a training site; the run need not have begun."""
 
     NAME = "evaluation server"
 
@@ -87,7 +87,7 @@ class EvaluatorProcess(RunObserver):
         return self._process.wait() == -signal.SIGKILL
 
     def wait_for_video(self) -> int:
-        """Wait for the server's first unpublished video, and return its step.
+        """Wait for the first video that this server samples and has not published; return its step.
 
         Raises:
             RunError: the server ends before.
@@ -99,7 +99,7 @@ class EvaluatorProcess(RunObserver):
         return int(step.removeprefix("step_"))
 
     def wait_for_report(self, kind: str, step: int) -> None:
-        """Wait until any server has reported an event about a step.
+        """Wait until any evaluation server has reported an event of this kind about a step.
 
         Raises:
             RunError: this server ends before.
@@ -114,7 +114,7 @@ class EvaluatorProcess(RunObserver):
 
 
 def _recipe(solver_steps: int) -> str:
-    """Return a short recipe with one preset, whose sampling takes this many solver steps."""
+    """Return a short recipe with one preset, sampled with this number of solver steps."""
     prompts = [f"a red square moves left, number {number}" for number in range(PROMPTS)]
     return f"""\
 {SHORT_RECIPE}
@@ -143,7 +143,7 @@ def _attempts(run: RunDirectory, step: int) -> list[dict[str, Any]]:
 
 
 def _expect_evaluated_once(evidence: Evidence, steps: Iterable[int]) -> None:
-    """Expect exactly one complete result for each of the steps, and no partial results."""
+    """Expect one complete evaluation result for each of the steps, and no partial results."""
     run = evidence.site.run
     announced = Counter(
         each["step"] for each in server_events(run) if each["event"] == "evaluation_finished"
@@ -164,7 +164,7 @@ def _expect_evaluated_once(evidence: Evidence, steps: Iterable[int]) -> None:
 
 
 def _is_whole(run: RunDirectory, step: int) -> bool:
-    """Return True if a result has all videos and, if the checkpoint exists, belongs to it."""
+    """Return True if a step's result has all videos and belongs to its checkpoint, if any."""
     directory, checkpoint = evaluation_dir.EvaluationDirectory(run), run.checkpoint_path(step)
     scores = directory.scores(PRESET, step)
     if scores is None:
@@ -218,7 +218,7 @@ def evaluator_killed_while_sampling(site: TrainingSite, evidence: Evidence) -> N
 def _two_servers(
     site: TrainingSite, slow_from: int
 ) -> Iterator[tuple[EvaluatorProcess, EvaluatorProcess, TrainingProcess]]:
-    """Start two servers, and a run that keeps all checkpoints and is slow from a step on."""
+    """Start two evaluation servers and a run that keeps all checkpoints, slow from a step on."""
     inject = Injection("slow-steps", slow_from)
     with (
         EvaluatorProcess(site, "--until-finished") as first,
@@ -291,7 +291,10 @@ def checkpoint_deleted_under_evaluator(site: TrainingSite, evidence: Evidence) -
 
 
 def _saves_while_held(run: RunDirectory, server: EvaluatorProcess, held: int) -> int:
-    """Wait until a checkpoint is no longer held; return how many were saved after it until then."""
+    """Wait until a checkpoint is no longer held (protected from deletion by a server).
+
+    Returns the number of checkpoints that were saved after it until then.
+    """
     num_saves = 0
 
     def is_released() -> bool:
@@ -308,7 +311,7 @@ def _saves_while_held(run: RunDirectory, server: EvaluatorProcess, held: int) ->
 
 
 def _delete_held(run: RunDirectory, server: EvaluatorProcess, spared: int) -> list[int]:
-    """Delete checkpoints by hand as soon as they are held, before they are read."""
+    """Delete checkpoints by hand once a server holds (protects) them, before it reads them."""
     deleted = list[int]()
 
     def are_enough() -> bool:
@@ -324,7 +327,7 @@ def _delete_held(run: RunDirectory, server: EvaluatorProcess, spared: int) -> li
 
 
 def _expect_done_or_gone(evidence: Evidence, held: int) -> None:
-    """Expect that each claimed checkpoint was evaluated once, or is gone unless it was held."""
+    """Expect that checkpoints claimed by servers were evaluated once, or are gone and not held."""
     run = evidence.site.run
     claimed = sorted(
         {each["step"] for each in server_events(run) if each["event"] == "evaluation_started"}
@@ -405,7 +408,7 @@ def _copy(
     step: int,
     weights: Literal["whole", "half", "garbled"] = "whole",
 ) -> None:
-    """Copy a checkpoint, COMMITTED first; optionally only the first half of its weights.
+    """Copy a checkpoint to another run, COMMITTED first; optionally only half of its weights.
 
     `garbled` fills the second half with zeros, so that the size is right.
     """
@@ -429,7 +432,7 @@ def _copy(
     begins="undisturbed",
 )
 def brightness_drift(site: TrainingSite, evidence: Evidence) -> None:
-    """Increase the bias of the EMA's last layer from checkpoint to checkpoint.
+    """Drill: make the EMA's videos brighter from checkpoint to checkpoint, and expect an alarm.
 
     The loss is computed with the raw weights and videos are sampled from the EMA, so only videos
     show the drift.
@@ -451,7 +454,7 @@ def brightness_drift(site: TrainingSite, evidence: Evidence) -> None:
 
 
 def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> list[int]:
-    """Save further checkpoints of a tubelet, each with a brighter EMA, and return their steps."""
+    """Save `times` further checkpoints, each with a brighter EMA, and return their steps."""
     import torch
 
     from longtake.checkpoint.store import write
@@ -478,7 +481,7 @@ def _brighten(run: RunDirectory, times: int, brighter: float, distance: int) -> 
 
 
 def _expect_drift_alarm(evidence: Evidence, before: Sequence[int], brighter: Sequence[int]) -> None:
-    """Expect an alarm at the last checkpoint, and none before the drift began."""
+    """Expect a drift alarm at the last of the brighter checkpoints, and none before the first."""
     run = evidence.site.run
     directory = evaluation_dir.EvaluationDirectory(run)
     done = directory.steps(PRESET)
@@ -535,7 +538,7 @@ def tracker_down(site: TrainingSite, evidence: Evidence) -> None:
 
 
 def _follow_offline(run: RunDirectory) -> None:
-    """End the run's follower, and start another one that writes W&B's offline files."""
+    """End the run's tracking process, and start one that writes W&B's offline files."""
     writer, until = (
         lease.newest(evaluation_dir.writer_path(run)),
         time.monotonic() + _LONGEST_FOLLOWER_SECONDS,
@@ -550,7 +553,7 @@ def _follow_offline(run: RunDirectory) -> None:
 
 
 def _expect_tracked(evidence: Evidence, rows_before: int) -> None:
-    """Expect every step once in TensorBoard and in W&B's files.
+    """Expect that trackers got every step once: TensorBoard and W&B's files.
 
     `rows_before` is the number of rows that W&B got while it was unreachable: 0.
     """

@@ -55,7 +55,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The resumption of a run after it lost a rank."""
+    """The resumption of a run after it lost a rank: from which step, and when."""
 
     resumed: ObservedEvent | None
     newest: int  # step of the newest complete checkpoint at that time
@@ -68,7 +68,7 @@ class Recovery:
 
 @dataclass
 class Evidence:
-    """The findings of a drill, which passes if there are no complaints.
+    """The findings of a drill (a run with an injected fault); it passes without complaints.
 
     Args:
         site: the site of the run that gets the fault.
@@ -93,7 +93,7 @@ class Evidence:
     def expect_event(
         self, found: ObservedEvent | None, since: float, otherwise: str, within: float = math.inf
     ) -> None:
-        """Expect that an event was seen, at most `within` seconds after `since`."""
+        """Expect that an event was seen, at most `within` seconds after the time `since`."""
         self.expect(found is not None, otherwise)
         if found:
             seconds = self.detected_seconds = found.at - since
@@ -114,7 +114,7 @@ class Evidence:
         rejected: int = 0,
         skipped: Mapping[int, Identities] = _NOTHING,
     ) -> None:
-        """Expect that the run ended, and that each epoch has each clip exactly once.
+        """Expect that the run ended, and that each epoch trained each clip exactly once.
 
         Args:
             first: clips of epoch 0; None: those of the catalog, like in later epochs.
@@ -152,7 +152,7 @@ class Evidence:
         )
 
     def expect_equal(self, until: int | None = None) -> None:
-        """Expect that a run's steps, up to `until` or to the end, equal the undisturbed bitwise.
+        """Expect bitwise the steps of the undisturbed run, up to `until` or to the end.
 
         Without `until`, the newest checkpoints must be equal too.
         """
@@ -169,7 +169,7 @@ class Evidence:
         self.expect_equal()
 
     def expect_near(self) -> float:
-        """Expect each clip once per epoch, and losses equal up to rounding.
+        """Expect each clip once per epoch, and the undisturbed run's losses up to rounding.
 
         Returns:
             The largest relative difference of a loss.
@@ -181,7 +181,10 @@ class Evidence:
         return error
 
     def expect_near_weights(self) -> float:
-        """Expect final weights and EMA equal up to rounding; returns the relative distance."""
+        """Expect the undisturbed run's final weights and EMA up to rounding.
+
+        Returns the relative distance.
+        """
         distance = largest_weight_distance(self.site.run, self.undisturbed.run)
         far = f"weights end {distance:.1e} (relative) from the undisturbed run's"
         self.expect(distance <= _LARGEST_WEIGHT_ERROR, far)
@@ -208,7 +211,7 @@ class Evidence:
     def expect_lost_steps_reported(
         self, found: ObservedEvent | None, newest: int, output: str
     ) -> None:
-        """Expect that the event `resumed` and the output report how many steps were lost."""
+        """Expect that the event `resumed` and the output report the number of lost steps."""
         lost = self.steps_lost or 0
         reported = found.event.get("lost_steps") if found else None
         self.expect(reported == lost, f"the event reports {reported} lost steps, and {lost} were")
@@ -217,7 +220,7 @@ class Evidence:
             self.expect_output(output, f"{lost} step{plural} since the checkpoint of step {newest}")
 
     def expect_recovered(self, recovery: Recovery, within: float = RECOVERY_SECONDS) -> None:
-        """Expect that the run resumed from its newest checkpoint, and trained in time."""
+        """Expect that the run resumed from its newest checkpoint, and trained again in time."""
         self.expect_resumed(recovery.resumed, recovery.newest)
         self.expect(
             recovery.seconds <= within,
@@ -233,7 +236,7 @@ class Evidence:
         self.expect(rank in named, none)
 
     def outcome(self) -> dict[str, Any]:
-        """Return the outcome of the drill as the fields of a `DrillResult`."""
+        """Return the findings of the drill as fields of a `DrillResult`."""
         seconds, counts = self.detected_seconds, self.counts
         return {
             "passed": not self.complaints,
@@ -306,7 +309,7 @@ def identities_of(catalog: Catalog) -> Identities:
 
 
 def steps_given_up(run: RunDirectory) -> int:
-    """Count the steps that a run trained and then discarded, over all its launches."""
+    """Count the steps that a run trained and later discarded, over all its launches."""
     given_up = done = 0
     # Every launch appends to one file: a step that is not after the last begins a repetition.
     for row in read_json_lines(run.metrics_path):
@@ -320,7 +323,7 @@ def steps_skipped(run: RunDirectory) -> list[int]:
 
 
 def first_difference(run: RunDirectory, other: RunDirectory, until: int | None) -> int | None:
-    """Return the first step, up to `until`, whose metrics differ in any bit; None: none does."""
+    """Return the first step, up to `until`, whose metrics differ between two runs; or None."""
     # A run that has fewer steps differs, too.
     for step, pair in enumerate(zip_longest(_curve(run), _curve(other)), 1):
         if until is not None and step > until:
@@ -342,7 +345,7 @@ def largest_loss_error(run: RunDirectory, other: RunDirectory, until: int | None
 
 
 def saved_differences(run: RunDirectory, other: RunDirectory) -> list[str]:
-    """Return the names of parts that differ in any bit between two runs' newest checkpoints.
+    """Return names of parts that differ in any bit between the newest checkpoints of two runs.
 
     Weights, EMA and optimizer are compared as bytes of their files, which are deterministic for
     equal numbers of ranks; the rest of the state is compared as JSON.
@@ -356,7 +359,7 @@ def saved_differences(run: RunDirectory, other: RunDirectory) -> list[str]:
 
 
 def _contents(checkpoint: Path) -> dict[str, object]:
-    """Return a checkpoint's files as bytes, and the state of its trainer by key."""
+    """Return a checkpoint's files as bytes by name, and its trainer's state by key."""
     trainer = json.loads((checkpoint / "trainer.json").read_bytes())
     files = (path for path in checkpoint.rglob("*") if path.is_file())
     contents: dict[str, object] = {
@@ -368,7 +371,7 @@ def _contents(checkpoint: Path) -> dict[str, object]:
 
 
 def largest_weight_distance(run: RunDirectory, other: RunDirectory) -> float:
-    """Return the largest relative L2 distance of a tensor between two newest checkpoints."""
+    """Return the largest relative L2 distance of a tensor between two runs' newest checkpoints."""
     import torch
 
     paths = [each.checkpoint_path(each.checkpoint_steps()[-1]) for each in (run, other)]
@@ -381,7 +384,7 @@ def largest_weight_distance(run: RunDirectory, other: RunDirectory) -> float:
 
 
 def _largest(errors: Iterable[float]) -> float:
-    """Return the largest error; NaN, which `max` keeps only if it comes first, counts as inf."""
+    """Return the largest error; NaN counts as infinity (`max` keeps NaN only if it comes first)."""
     return max(math.inf if math.isnan(error) else error for error in errors)
 
 

@@ -40,7 +40,7 @@ _BYTE = ctypes.create_string_buffer(1)
 
 @dataclass(frozen=True)
 class Hang:
-    """Note that a process writes before it hangs, with which the diagnosis is compared."""
+    """Note in which a process writes where it hangs; the diagnosis of the stall must name that."""
 
     pid: int
     at: float  # by the monotonic clock, in seconds
@@ -69,7 +69,7 @@ def stopped() -> None:
 
 
 def hang_once(hang: Callable[[], None], clip: str = "", path: str = "") -> None:
-    """Write a note of the place and hang, unless a process of this run has hung before."""
+    """Write a note of the place and hang for ever, unless a process of this run did before."""
     code = hang.__code__
     # The functions above hang in their last line; a diagnosis has to name it.
     line = max(line for _, _, line in code.co_lines() if line is not None)
@@ -86,7 +86,7 @@ def read_hang(folder: Path) -> Hang | None:
 
 @dataclass
 class HangingReader:
-    """Reader of a decode worker's windows that hangs after some of them, in one worker of a run."""
+    """Reader of clips in a decode worker that hangs after some of them, in one worker of a run."""
 
     hang: Callable[[], None]
     after: int  # number of windows that are read before
@@ -109,7 +109,7 @@ class WrongClock:
     _begun: int | None = field(default=None, init=False)
 
     def read(self) -> Clocks:
-        """Return readings of the clocks, which are wrong once the fault has begun."""
+        """Return readings of the machine's clocks, which are wrong once the fault has begun."""
         real, monotonic, raw = read_clocks()
         if self._begun is None:
             self._begun = raw + int(self.after_seconds * 1e9)

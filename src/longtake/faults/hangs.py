@@ -65,7 +65,7 @@ _RANK_NAMED = "It is named with its line in 15 s, and it is said which rank wait
     how="freeze-worker-in-c",
 )
 def frozen_loader_worker(site: TrainingSite, evidence: Evidence, how: str) -> None:
-    """Let a decode worker hang: stopped while idle or decoding, or by an injected call."""
+    """Drill: let a decode worker hang, stopped while idle or decoding, or by an injected call."""
     is_stopped = how in ("idle", "decoding")
     inject = None if is_stopped else Injection(how, _WINDOWS)
     with site.launch(*_WORKER_CHANGES, inject=inject) as process:
@@ -229,7 +229,7 @@ def expect_diagnosis(
     rank: int,
     waiting: Iterable[int],
 ) -> None:
-    """Expect that the diagnosis names only the process that hangs, in time, with line and clip.
+    """Expect that the diagnosis of a stall names only the process that hangs, with line and clip.
 
     Args:
         evidence: collects complaints.

@@ -103,7 +103,7 @@ def wrong_clock(
     key: str,
     size: tuple[float, float],
 ) -> None:
-    """Train beside a watcher with a wrong clock; `size` is the value to report and its error."""
+    """Train beside a watcher with a wrong clock; `size`: the value to report and its tolerance."""
     inject = Injection("slow-steps", slow_from)
     # The run's own watcher is disabled, as only one can hold the lock of a node.
     with site.launch("watch.enabled=false", inject=inject) as process:

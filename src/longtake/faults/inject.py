@@ -47,7 +47,7 @@ _second_group: list[dist.ProcessGroup] = []
 
 
 class StepFunctions(NamedTuple):
-    """Functions that a training step calls, with or without a fault."""
+    """Functions that a training step calls; a fault replaces some of them."""
 
     compute: Callable[[Session, TrainingState, Batch], SampleLosses] = compute_gradients
     update: Callable[..., float] = apply_update
@@ -66,7 +66,7 @@ def _patch(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
 
 @dataclass
 class Trigger:
-    """Condition for a fault: active from step `at` until the run goes back to an earlier step.
+    """Step at which a fault begins: active from `at` until the run goes back to an earlier step.
 
     With `lasting` it stays active after that.
     """
@@ -84,7 +84,7 @@ class Trigger:
 
 
 def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Make the pixels of a few batches far too bright."""
+    """Fault: make the pixels of a few batches far too bright."""
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         # Faults of data are tied to a batch, not to a step: they meet the same batch again
@@ -97,7 +97,7 @@ def poison(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Multiply the updates of the attention's weights by `RATE_FACTOR` from a step on."""
+    """Fault: multiply the updates of the attention's weights by `RATE_FACTOR` from a step on."""
 
     def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         if not trigger.is_active(state.global_step):
@@ -113,7 +113,7 @@ def raise_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Make all weights a little larger in the update of one batch."""
+    """Fault: make all weights a little larger in the update of one batch."""
     current_batch = -1
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
@@ -132,7 +132,7 @@ def raise_norm(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None) -> StepFunctions:
-    """Set one element of a gradient to NaN in one step, on all ranks or on one."""
+    """Fault: set one element of a gradient to NaN in one step, on all ranks or on one."""
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
         samples = step.compute(session, state, batch)
@@ -147,7 +147,7 @@ def lose_gradient(trigger: Trigger, step: StepFunctions, rank: int | None = None
 
 
 def give_other_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Let rank 1 read a recipe with twice the learning rate."""
+    """Fault: let rank 1 read a recipe with twice the learning rate."""
     load = config.load
 
     def load_other(path: Path, overrides: Sequence[str] = ()) -> config.Recipe:
@@ -161,7 +161,7 @@ def give_other_rate(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def give_other_weights(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Let rank 1 read a frozen weight that is a little larger."""
+    """Fault: let rank 1 read a frozen weight that is a little larger."""
 
     def assemble_other(*arguments: Any, **options: Any) -> Components:
         parts = assemble(*arguments, **options)
@@ -175,7 +175,7 @@ def give_other_weights(trigger: Trigger, step: StepFunctions) -> StepFunctions:
 
 
 def flip_bit(trigger: Trigger, step: StepFunctions) -> StepFunctions:
-    """Flip the lowest bit of one weight of rank 1 after the update of one step."""
+    """Fault: flip the lowest bit of one weight of rank 1 after the update of one step."""
 
     def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         # The trigger is asked at every step, to see a rollback: the repeated step stays whole, as a
@@ -201,7 +201,7 @@ def in_collective() -> None:
 
 
 def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) -> StepFunctions:
-    """Let rank 1 hang in the forward pass of one step, once in a run."""
+    """Fault: let rank 1 hang in the forward pass of one step, once in a run."""
     is_due = False
 
     def compute(session: Session, state: TrainingState, batch: Batch) -> SampleLosses:
@@ -231,7 +231,7 @@ def slow(
     later_seconds: float = 0.0,
     share: float = 0.0,
 ) -> StepFunctions:
-    """Delay the forward pass of each step, on all ranks or on rank 1.
+    """Fault: delay the forward pass of each step, on all ranks or on rank 1.
 
     Args:
         trigger: the step from which on `later_seconds` and `share` hold.
@@ -297,7 +297,7 @@ def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
 
 
 def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Tensor]:
-    """Return this rank's shards of the trained weights in some groups of parameters."""
+    """Return this rank's shards of the trained weights in these groups (such as attention)."""
     model = state.components.model
     group_of = parameter_groups(model, state.components.family.blocks(model))
     names = [name for name, group in group_of.items() if group in groups]

@@ -105,7 +105,7 @@ def lost_watcher(
     step: int,
     within: float,
 ) -> None:
-    """Disable the watcher at a step, and train to the end."""
+    """Drill: disable the node's watcher at a step, and train to the end."""
     with site.launch(inject=Injection("slow-steps", step)) as process:
         process.wait_for_rows(step)
         pid = process.wait_for_watcher()
@@ -164,7 +164,7 @@ def run_disk_frozen(site: TrainingSite, evidence: Evidence) -> None:
 
 @contextmanager
 def _own_disk(folder: Path) -> Iterator[None]:
-    """Mount a small file system, kept in a file beside it, at a new folder."""
+    """Mount a small file system, kept in an image file beside it, at a new folder."""
     image = folder.with_suffix(".img")
     with image.open("wb") as file:
         file.truncate(_DISK_BYTES)

@@ -106,7 +106,7 @@ def rolled_back(
     told: str,
     names: Sequence[str] = (),
 ) -> None:
-    """Train with a fault for which the guard must roll back, and check the rollback."""
+    """Drill: train with a fault for which the guard must roll back, and check the rollback."""
     _train(site, inject)
     _expect_rollback(evidence, inject.at, reason, within_steps)
     _expect_named(evidence, *names)
@@ -121,7 +121,7 @@ def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1)
 
 
 def _expect_rollback(evidence: expect.Evidence, at: int, reason: str, within_steps: int) -> None:
-    """Expect that the fault is found in time, and one rollback excludes its batches."""
+    """Expect that the guard finds the fault in time, and one rollback excludes its batches."""
     _expect_guard_report(evidence, at, reason, within_steps)
     rollbacks = evidence.site.run.rollbacks()
     evidence.expect(len(rollbacks) == 1, f"it rolled back {len(rollbacks)} times, not once")
@@ -135,7 +135,7 @@ def _expect_rollback(evidence: expect.Evidence, at: int, reason: str, within_ste
 
 
 def _expect_skip(evidence: expect.Evidence, at: int) -> None:
-    """Expect that only the update after step `at` is skipped, without a rollback."""
+    """Expect that the guard skips only the update after step `at`, without a rollback."""
     _expect_guard_report(evidence, at, "non_finite", within_steps=0)
     run = evidence.site.run
     skipped = expect.steps_skipped(run)
@@ -195,7 +195,7 @@ def _expect_guard_report(
 
 
 def _expect_good_end(evidence: expect.Evidence, excluded: tuple[int, int]) -> None:
-    """Expect all steps, the undisturbed run's final loss, and each clip once.
+    """Expect all steps, about the undisturbed run's final loss, and each clip once.
 
     Clips of the excluded batches (a half-open range) must be left out.
     """
@@ -208,7 +208,7 @@ def _expect_good_end(evidence: expect.Evidence, excluded: tuple[int, int]) -> No
 
 
 def _expect_named(evidence: expect.Evidence, *wanted: str) -> str:
-    """Expect words in the guard's messages, and return the messages."""
+    """Expect these words in the guard's messages, and return the messages."""
     said = " ".join(report["message"] for report in guard_reports(evidence.site.run))
     for name in wanted:
         evidence.expect(name in said, f"the message does not name {name}: {said}")

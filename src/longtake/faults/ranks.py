@@ -58,7 +58,7 @@ def bit_flips_in_one_replica(site: sites.TrainingSite, evidence: Evidence) -> No
 
 
 def _train_nothing(evidence: Evidence, kind: str, *changes: str) -> str:
-    """Expect that two ranks end with an error before the first step, and return the message."""
+    """Expect that two unequal ranks end with an error before the first step; return the message."""
     site, inject = evidence.site, sites.Injection(kind, 0)
     with site.launch(*sites.ON_TWO_RANKS, *changes, ranks=2, inject=inject) as process:
         code = process.wait()

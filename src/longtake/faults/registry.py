@@ -41,12 +41,12 @@ _NUMBERS = (
 
 
 class NotPossibleHereError(errors.LongtakeError):
-    """Error of a drill that needs something that this machine does not have."""
+    """Error of a drill that needs something (a program, a right) that this machine lacks."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault that can be injected into a run."""
+    """A fault that `longtake drill` can inject into a small run."""
 
     name: str
     does: str  # the fault, in one line
@@ -98,7 +98,7 @@ def fault(
     compared_with: ComparedRun = "undisturbed",
     **arguments: object,
 ) -> Callable[[Drill], Drill]:
-    """Return a decorator that registers a drill as a fault.
+    """Return a decorator that registers a drill: a function that trains with a fault, and checks.
 
     A drill gets a training site of its own, an `Evidence` to fill, and `arguments`.
 
@@ -137,7 +137,7 @@ def fault(
 
 
 def all_faults() -> dict[str, Fault]:
-    """Return all faults by name, in the order in which `--all` runs them."""
+    """Return all faults by name, in the order in which `longtake drill --all` runs them."""
     # A module that was imported before all others has registered its faults first.
     modules = [import_module(f"longtake.faults.{name}").__name__ for name in _MODULES]
     found = (each for each in _faults.values() if each.module in modules)
@@ -146,7 +146,7 @@ def all_faults() -> dict[str, Fault]:
 
 
 def find_faults(names: Sequence[str]) -> list[Fault]:
-    """Find faults by name, each once; the name `all` or no names select all.
+    """Find faults by their names, each once; the name `all` or no names select all.
 
     Args:
         names: names of faults or of families of faults.
@@ -210,7 +210,7 @@ def run_drills(
 
 
 def run_drill(fault: Fault, sandbox: "Sandbox") -> DrillResult:
-    """Run one drill, and return its result: failed if it did not finish.
+    """Run the drill of one fault, and return its result: failed if it did not finish.
 
     A drill is skipped if this machine lacks something that it needs.
     """
@@ -236,7 +236,7 @@ def show_faults(faults: Sequence[Fault], console: Console) -> None:
 
 
 def show_results(results: Sequence[DrillResult], console: Console) -> None:
-    """Print a table of results in 80 columns, and the number of drills that passed.
+    """Print a table of drills' results in 80 columns, and the number of drills that passed.
 
     Columns: `found in` and `after`: time and steps until the fault was reported; `lost`: discarded
     steps; `skipped`, `twice`, `never`: clips left out on purpose, repeated, missing; `all same`:

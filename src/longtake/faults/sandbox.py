@@ -119,14 +119,14 @@ class Injection:
 
 @dataclass(frozen=True)
 class ObservedEvent:
-    """An event of a run, and the time at which this process saw it."""
+    """An event of a run, and the time at which the drill's process saw it."""
 
     event: dict[str, Any]
     at: float  # seconds by this process's monotonic clock
 
 
 class RunObserver(ABC):
-    """Observer of a run while processes work on it; leaving the block kills the processes.
+    """Observer of a run while its processes work; leaving the block kills them.
 
     Args:
         folder: working directory of the processes, with the run in `run`.
@@ -175,23 +175,23 @@ class RunObserver(ABC):
         return self._log.read_text(encoding="utf-8", errors="replace")
 
     def events(self) -> list[dict[str, Any]]:
-        """Return the run's events since the start of the processes."""
+        """Return the run's events since the observed processes were started."""
         return list(fsio.read_json_lines(self._run.events_path))[self._num_events :]
 
     def node_events(self) -> list[dict[str, Any]]:
-        """Return the watchers' events since the start of the processes, node by node."""
+        """Return the events of nodes' watchers since the processes were started, node by node."""
         found: list[dict[str, Any]] = []
         for node, num_before in self._num_node_events.items():
             found += list(fsio.read_json_lines(node.events_path))[num_before:]
         return found
 
     def num_rows(self) -> int:
-        """Return the number of rows of the run's metrics, including those of former launches."""
+        """Return the number of rows in the run's metrics, including those of former launches."""
         path = self._run.metrics_path
         return path.read_bytes().count(b"\n") if path.exists() else 0
 
     def polls(self, seconds: float = _POLL_SECONDS) -> Iterator[None]:
-        """Yield every `seconds` while the processes run, and once after their end.
+        """Yield every `seconds` while the observed processes run, and once after their end.
 
         Raises:
             RunError: the processes do not end within ten minutes.
@@ -207,7 +207,7 @@ class RunObserver(ABC):
     def wait_until(
         self, condition: Callable[[], T | None], else_ended: str, seconds: float = _POLL_SECONDS
     ) -> T:
-        """Poll until `condition` returns a true value while the processes run, and return it.
+        """Poll until `condition` is true while the observed processes run; return its value.
 
         Raises:
             RunError: the processes end before; the message contains `else_ended`.
@@ -237,7 +237,7 @@ class RunObserver(ABC):
         )
 
     def wait_for_watcher(self) -> int:
-        """Wait for the first node's watcher, and return its pid on that node.
+        """Wait until the first node has a watcher, and return the watcher's pid on that node.
 
         Raises:
             RunError: the run ends before.
@@ -248,7 +248,7 @@ class RunObserver(ABC):
         )
 
     def wait_for_hang(self) -> Hang:
-        """Wait until a process hangs, and return its note.
+        """Wait until a process with an injected hang hangs, and return its note of the place.
 
         Raises:
             RunError: the run ends before.
@@ -256,7 +256,7 @@ class RunObserver(ABC):
         return self.wait_until(lambda: read_hang(self._folder), "one of its processes could hang")
 
     def wait_for_event(self, kind: EventKind, **fields: Any) -> ObservedEvent | None:
-        """Wait for an event with these fields; None if the run ends without it."""
+        """Wait for a run's event with these fields; None if the run ends without it."""
         return self._wait_for(
             self.events, kind, lambda event: fields.items() <= event.items(), _POLL_SECONDS
         )
@@ -281,7 +281,7 @@ class RunObserver(ABC):
         return None
 
     def wait(self) -> int:
-        """Wait for the end of the processes, and return the exit code."""
+        """Wait for the end of the observed processes, and return the exit code."""
         for _ in self.polls():
             pass
         code = self.exit_code()
@@ -289,7 +289,7 @@ class RunObserver(ABC):
         return code
 
     def finish(self, expected: int = 0) -> None:
-        """Wait for the end of the processes.
+        """Wait for the end of the observed processes, and check the exit code.
 
         Raises:
             RunError: the exit code is not `expected`.
@@ -298,7 +298,7 @@ class RunObserver(ABC):
             raise self.failed(f"ended with exit code {code}")
 
     def failed(self, how: str) -> errors.RunError:
-        """Build an error with the end of the processes' output."""
+        """Build an error that quotes the end of the observed processes' output."""
         lines = [line.strip() for line in self.output.splitlines() if line.strip()]
         last = " / ".join(lines[-3:]) or "nothing"
         return errors.RunError(
@@ -307,7 +307,7 @@ class RunObserver(ABC):
 
 
 class TrainingProcess(RunObserver):
-    """A process `longtake train`, or a launcher of several ranks of it."""
+    """An observed process `longtake train`, or a launcher of several ranks of it."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class TrainingProcess(RunObserver):
         return self._process.poll()
 
     def kill(self) -> bool:
-        """Send SIGKILL to the process and its descendants except the watcher.
+        """Send SIGKILL to the training and its descendants except the watcher.
 
         The watcher ends by itself. Returns True if the signal ended the process.
         """
@@ -348,7 +348,7 @@ class TrainingProcess(RunObserver):
 
 
 def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
-    """Return the arguments of `python -m` before the recipe."""
+    """Return the arguments of `python -m` that start the training, before the recipe."""
     # `longtake launch` starts only `longtake train`: ranks with an injection need torchrun.
     ours = ["longtake", "train"]
     if inject is not None:
@@ -417,7 +417,7 @@ class TrainingSite:
 
 
 class Sandbox:
-    """A folder of training sites; sites that several drills need are made once, on first use."""
+    """A folder of training sites (folders of small runs); shared ones are made on first use."""
 
     def __init__(self, folder: Path, console: Console, more: str = "") -> None:
         self._folder = folder.resolve()
@@ -433,7 +433,7 @@ class Sandbox:
         return site
 
     def copied(self, name: str, begins: Literal["killed", "undisturbed"]) -> TrainingSite:
-        """Copy a site whose run was killed in mid-epoch, or trained to its end."""
+        """Copy the site of a run that was killed in mid-epoch, or trained to its end."""
         source = self._killed if begins == "killed" else self.undisturbed
         return source.copied_to(self._folder / name)
 
@@ -504,7 +504,7 @@ def stop(pid: int) -> float | None:
 
 
 def stop_while_decoding(process: TrainingProcess, folder: Path) -> Hang:
-    """Stop one of a run's decode workers while it has a clip of the folder open."""
+    """Stop one of a run's decode workers while it has a clip of the folder open (decodes it)."""
 
     def stop_one() -> Hang | None:
         for pid in _decoders(process.pid):

@@ -27,7 +27,7 @@ _REPORT = ("watch.action=restart-worker", "data.store.timeout_seconds=2")
 
 
 class LoopbackStore:
-    """HTTP server for the files of a folder, with byte ranges, that can disappear and return."""
+    """HTTP server for a folder's files, with byte ranges: an object store that can disappear."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -103,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def _clips_in_store(site: TrainingSite) -> Iterator[LoopbackStore]:
-    """Serve a site's clips from a store, and replace its catalog by one with their URLs."""
+    """Serve a site's clips from a loopback store, and replace its catalog by one with URLs."""
     if find_spec("aiohttp") is None:
         raise NotPossibleHereError("it needs aiohttp: pip install 'longtake[stores]'")
     store = LoopbackStore(site.clips)
