@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 from longtake.health.system import HealthProbe, Numbers, read_text
 
 STEP_SECONDS = 1e-3
-"""Smallest step that is detected; several readings of the clocks differ by less."""
+"""Smallest step (a set clock) in seconds that is detected; several readings of the clocks differ by
+less."""
 SLEW_PPM = 200.0
-"""Drift from which the clock counts as slewed: an oscillator's error is below 100 ppm."""
+"""Drift in parts per million from which the clock counts as slewed (made to run faster or slower):
+an oscillator's error is below 100 ppm."""
 _SLEW_OVER_PPM = 100.0  # below SLEW_PPM, so that a rate near it does not come and go
 _SLEW_SECONDS, _SLEW_SPANS = 5.0, 3  # a slew is reported after three spans in one direction
 _NUM_READINGS = 5
@@ -32,7 +34,7 @@ _SECOND_LOOK_SECONDS = 0.02
 
 
 class Clocks(NamedTuple):
-    """Readings of three clocks at the same moment, in nanoseconds."""
+    """Readings of three system clocks at the same moment, in nanoseconds."""
 
     real_ns: int  # CLOCK_REALTIME: the system time, which can be set
     # CLOCK_BOOTTIME: like CLOCK_MONOTONIC it cannot be set and is slewed with the system time; but
@@ -47,14 +49,14 @@ class Clocks(NamedTuple):
 
 @dataclass(frozen=True)
 class ClockStepped:
-    """A change of the node's clock: it was set."""
+    """A change of the node's clock: it was set to another time."""
 
     seconds: float  # negative: back
 
 
 @dataclass(frozen=True)
 class ClockSlewed:
-    """A change of the node's clock: it is being slewed, and runs too fast or too slow."""
+    """A change of the node's clock: it is being slewed, that is, runs too fast or too slow."""
 
     ppm: float  # microseconds per second; positive: too fast
     seconds: float  # total correction since the slew was first seen
@@ -62,7 +64,7 @@ class ClockSlewed:
 
 @dataclass(frozen=True)
 class ClockSteady:
-    """A change of the node's clock: a slew has ended."""
+    """A change of the node's clock: it is no longer slewed, and runs as usual."""
 
     seconds: float  # total correction by the slew
 
@@ -71,7 +73,7 @@ ClockChange = ClockStepped | ClockSlewed | ClockSteady
 
 
 def read_clocks() -> Clocks:
-    """Read the three clocks; of several readings the one that took least time is returned."""
+    """Read the three system clocks; of several readings, the quickest is returned."""
     return min((_reading() for _ in range(_NUM_READINGS)), key=lambda each: each[0])[1]
 
 
@@ -177,7 +179,7 @@ _ERROR = -1
 
 
 class _Timex(ctypes.Structure):
-    """`struct timex` of adjtimex(2), with its padding."""
+    """The C structure `timex` of adjtimex(2), with its padding."""
 
     _fields_ = (
         ("modes", ctypes.c_uint),
@@ -209,7 +211,7 @@ class KernelClock(HealthProbe):
         self._adjtimex = getattr(ctypes.CDLL(None, use_errno=True), "adjtimex", None)
 
     def sample(self) -> Numbers:
-        """Read the kernel's state by adjtimex(2); no numbers without adjtimex."""
+        """Read the state of the kernel's clock by adjtimex(2); no numbers without adjtimex."""
         timex = _Timex(modes=0)
         if self._adjtimex is None or self._adjtimex(ctypes.byref(timex)) == _ERROR:
             return {}
@@ -253,7 +255,10 @@ class Chrony(HealthProbe):
         self._found: Numbers = {}
 
     def sample(self) -> Numbers:
-        """Return chronyd's numbers, at most a minute old; none without it. It may take 5 s."""
+        """Return chronyd's numbers on the clock, at most a minute old. It may take 5 s.
+
+        Without chronyd there are none.
+        """
         now = time.monotonic()
         if self._is_installed and now - self._asked >= _CHRONYC_EVERY_SECONDS:
             # Emptied before, so that numbers of a chronyd that no longer answers are not returned.
@@ -315,7 +320,7 @@ LEAD = "clock_lead_seconds"
 
 
 class ClockOffsets:
-    """Bounds of the offsets between this node's clock and others', from times in heartbeats.
+    """Bounds of the offsets between this node's clock and other nodes', from times in heartbeats.
 
     A time in another node's heartbeat that is in the future here proves that the other clock is
     ahead. The offset is at least the greatest such lead of the last minutes, as the delay between
@@ -337,7 +342,7 @@ class ClockOffsets:
         self._leads = {}
 
     def look(self, host: str, heartbeat: Mapping[str, Any], wall: float) -> Numbers:
-        """Update the bounds of a clock's offset with the heartbeat of a node that is alive.
+        """Update the bounds of a node's clock offset by its heartbeat; the node must be alive.
 
         Args:
             host: the other node.

@@ -28,9 +28,10 @@ _THROTTLES = {
     0x200: "limit of the board",
     0x400: "voltage limit",
 }
-"""Words for the bits nvmlClocksEventReason..., except 0x01 (idle)."""
+"""Words for the reasons of a throttled GPU: NVML's bits nvmlClocksEventReason..., except 0x01
+(idle)."""
 HARMFUL_THROTTLES = 0x08 | 0x20 | 0x40 | 0x80
-"""Throttle bits that no healthy GPU has; the power limit is normal under full load."""
+"""Bits of throttle reasons that no healthy GPU has; the power limit is normal under full load."""
 
 
 def throttle_words(bits: float) -> list[str]:
@@ -38,7 +39,7 @@ def throttle_words(bits: float) -> list[str]:
 
 
 class GpuProbe(HealthProbe):
-    """Probe of all GPUs of the node; without a driver it measures nothing."""
+    """Health probe of all GPUs of the node; without a driver it measures nothing."""
 
     name = "gpu"
     numbers: Mapping[str, str] = {
@@ -81,7 +82,7 @@ class GpuProbe(HealthProbe):
         return bool(self._handles)
 
     def sample(self) -> Numbers:
-        """Read the numbers of all GPUs, as `name:index`."""
+        """Read the health numbers of all GPUs, as `name:index`."""
         if not self.is_present:
             return {}
         for bus, xid in self._log.take() if self._log is not None else ():
@@ -122,7 +123,7 @@ class GpuProbe(HealthProbe):
 
 
 def _driver() -> Any:
-    """Import and initialise pynvml; None: there is no driver."""
+    """Import and initialise pynvml, NVIDIA's library; None: there is no driver."""
     # The library comes with the driver: without it pynvml is not even imported.
     try:
         ctypes.CDLL("libnvidia-ml.so.1")
@@ -138,7 +139,7 @@ def _driver() -> Any:
 
 
 def driver_facts() -> dict[str, Any]:
-    """Return the versions of driver and CUDA, and the GPUs; empty without a driver."""
+    """Return the versions of NVIDIA's driver and CUDA, and the GPUs; empty without a driver."""
     nvml = _driver()
     if nvml is None:
         return {}
@@ -156,7 +157,7 @@ def driver_facts() -> dict[str, Any]:
 
 
 def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
-    """Yield name and value of each number that a GPU supports."""
+    """Yield name and value of each health number that a GPU supports."""
     lost_errors, is_lost = (nvml.NVML_ERROR_GPU_IS_LOST, nvml.NVML_ERROR_UNKNOWN), False
     for name, (read, unit) in _readers(nvml).items():
         try:
@@ -168,7 +169,7 @@ def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
 
 
 def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
-    """Return for each number of a GPU the function that reads it, and the factor to its unit."""
+    """Return by name of a GPU's health number its reader, and the factor to its unit."""
 
     def clock(kind: int) -> Callable[[Any], float]:
         return lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, kind)
@@ -217,13 +218,13 @@ def pci_address(text: str) -> PciAddress:
 
 
 def parse_xid(line: str) -> tuple[PciAddress, int] | None:
-    """Parse GPU and XID from a line of the kernel's log; None: the line has none."""
+    """Parse GPU and error number (XID) from a line of the kernel's log; None: it has none."""
     found = _XID_LINE.search(line)
     return None if found is None else (pci_address(found[1]), int(found[2]))
 
 
 class KernelLog:
-    """Follows the kernel's log, which has all XIDs, even of a GPU that no longer answers.
+    """Follows the kernel's log, which has all GPU errors (XIDs), even of a GPU that is gone.
 
     Raises:
         OSError: the log cannot be read.
@@ -235,7 +236,7 @@ class KernelLog:
         os.lseek(self._file, 0, os.SEEK_END)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:
-        """Yield the GPU and number of each XID in the kernel's log since the last call."""
+        """Yield GPU and number of each GPU error (XID) in the kernel's log since the last call."""
         for _ in range(_MAX_RECORDS):
             try:
                 record = os.read(self._file, _RECORD_BYTES)
@@ -254,7 +255,7 @@ class KernelLog:
 
 
 class DriverEvents:
-    """Critical XIDs reported by the driver itself, which any user may read."""
+    """Critical GPU errors (XIDs) reported by the driver itself, which any user may read."""
 
     def __init__(self, nvml: Any, handles: Iterable[Any]) -> None:
         self._nvml = nvml
@@ -265,7 +266,7 @@ class DriverEvents:
                 nvml.nvmlDeviceRegisterEvents(handle, kind, self._events)
 
     def take(self) -> Iterator[tuple[PciAddress, int]]:
-        """Yield the GPU and number of each XID that the driver reported since the last call."""
+        """Yield GPU and number of each error (XID) that the driver reported since the last call."""
         with suppress(self._nvml.NVMLError):  # a timeout, without an event, is an error too
             for _ in range(_MAX_RECORDS):
                 event = self._nvml.nvmlEventSetWait_v2(self._events, 0)

@@ -30,29 +30,29 @@ _ETHERNET_COUNTS = {
 
 
 class LinkProbe(HealthProbe):
-    """Base of probes of links; `root` is a folder of sysfs with a kind of network devices."""
+    """Base of health probes of network links; `root` is a folder of sysfs with network devices."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._rates = root, Rates()
 
     def sample(self) -> Numbers:
-        """Read the numbers of all links, as `name:device`."""
+        """Read the health numbers of all network links, as `name:device`."""
         found: Numbers = {}
         for device, folder in self.devices():
             found |= {f"{name}:{device}": each for name, each in self.read(device, folder).items()}
         return found
 
     def devices(self) -> Iterable[tuple[str, Path]]:
-        """Find the names of the links, and the folder of each."""
+        """Find the names of the network devices, each with its folder in sysfs."""
         raise NotImplementedError
 
     def read(self, device: str, folder: Path) -> Numbers:
-        """Read the numbers of one link; their names are without the link's."""
+        """Read the health numbers of one network device; their names are without the device's."""
         raise NotImplementedError
 
 
 class Ethernet(LinkProbe):
-    """Probe of physical network cards and bonds, by interface."""
+    """Health probe of physical network cards and bonds (Ethernet), by interface."""
 
     name = "ethernet"
     numbers: Mapping[str, str] = {
@@ -113,7 +113,7 @@ _ERRORS = {
 
 
 class InfiniBand(LinkProbe):
-    """Probe of InfiniBand and RoCE ports, by port such as mlx5_0/1."""
+    """Health probe of InfiniBand and RoCE ports, by port such as mlx5_0/1."""
 
     name = "infiniband"
     numbers: Mapping[str, str] = {
@@ -172,7 +172,7 @@ _IPV4_IN_IPV6 = "::ffff:"
 
 @dataclass(frozen=True)
 class TcpConnection:
-    """One end of an established TCP connection."""
+    """One end of an established TCP connection, with its counters of traffic."""
 
     inode: int  # inode of the socket
     own: str  # own address
@@ -184,7 +184,7 @@ class TcpConnection:
 
 
 def connections_of(pids: Iterable[int]) -> list[TcpConnection]:
-    """Return the TCP connections of processes to other addresses than their own.
+    """Return the TCP connections of processes to other addresses than the node's own.
 
     Processes of other users, and families that the kernel does not report, are left out.
     """
@@ -215,7 +215,7 @@ def _of_family(family: socket.AddressFamily) -> Iterator[TcpConnection]:
 
 
 def _parts(data: bytes, header: struct.Struct, at: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yield kind and content of netlink's messages, or of the attributes of one, from `at` on."""
+    """Yield kind and content of each netlink message, or attribute of one, from byte `at` on."""
     while at + header.size <= len(data):
         length, kind, *_ = header.unpack_from(data, at)
         yield kind, data[at + header.size : at + length]
@@ -223,7 +223,7 @@ def _parts(data: bytes, header: struct.Struct, at: int = 0) -> Iterator[tuple[in
 
 
 def _connection(message: bytes) -> TcpConnection | None:
-    """Parse an answer of sock_diag; None: `tcp_info` is too short (kernels before 4.10)."""
+    """Parse a connection from sock_diag; None: `tcp_info` is too short (kernels before 4.10)."""
     family, _, _, _, _, _, own, peer, _, _, *rest = _FOUND.unpack_from(message)
     info = dict(_parts(message, _ATTRIBUTE, _FOUND.size)).get(_INFO, b"")
     if len(info) < _MIN_BYTES:
@@ -272,7 +272,7 @@ _MIN_TRAFFIC_BYTES = 2**16
 
 
 class PeerConnections(HealthProbe):
-    """Probe of the ranks' TCP traffic to other nodes since the last sample.
+    """Health probe of the ranks' TCP traffic to other nodes since the last sample.
 
     Traffic over InfiniBand is not included: the probe `InfiniBand` counts it.
 
@@ -320,7 +320,7 @@ def peer_traffic(
     seconds: float,
     hosts: Mapping[str, str],
 ) -> Numbers:
-    """Compute rate and busy time of the traffic to each node that has enough of it.
+    """Compute rate and busy time of the TCP traffic to each node that has enough of it.
 
     Args:
         pairs: each connection before and after.

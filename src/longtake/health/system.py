@@ -14,32 +14,32 @@ from contextlib import suppress
 from pathlib import Path
 
 Numbers = dict[str, float]
-"""Measured numbers by `name` or `name:device`."""
+"""Measured health numbers by `name` or `name:device`."""
 
 HANGS = "check_hangs_seconds"
 HANGING_SECONDS = 5.0
-"""Time after which the earlier numbers of a probe that hangs are dropped."""
+"""Seconds after which the earlier numbers of a probe that hangs are dropped."""
 _NO_LIMIT = 2.0**60  # version 1 of cgroups has a number near 2**63 for "no limit"
 _PROBE_BYTES = 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class HealthProbe:
-    """Base of probes, each of which measures one aspect of a node's health."""
+    """Base of health probes, each of which measures one aspect of a node's health."""
 
     name: str
     numbers: Mapping[str, str]  # explanation of each number, by its name without device
 
     def sample(self) -> Numbers:
-        """Return the probe's numbers, without those that cannot be measured; it never raises."""
+        """Return the probe's numbers, without any that cannot be measured; it never raises."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Release the probe's resources."""
+        """Release the files or handles that the probe holds."""
 
 
 class ThreadedProbe(HealthProbe):
-    """Wrapper of a probe that may hang: its newest numbers, and the time for which it has hung.
+    """Health probe around one that may hang: gives its newest numbers, and how long it has hung.
 
     Args:
         probe: the probe; it is called in a thread of its own.
@@ -114,7 +114,7 @@ class Rates:
 
 
 def read_text(path: Path) -> str | None:
-    """Read a small file of the kernel, stripped; None: it cannot be read."""
+    """Read a small file of the kernel (/proc, /sys), stripped; None: it cannot be read."""
     try:
         return path.read_text(errors="replace").strip()
     except OSError:
@@ -122,7 +122,7 @@ def read_text(path: Path) -> str | None:
 
 
 def read_number(path: Path) -> float | None:
-    """Read a small file of the kernel with a number; None: there is no number."""
+    """Read a number from a small file of the kernel (/proc, /sys); None: it has none."""
     try:
         return float(read_text(path) or "")
     except ValueError:
@@ -130,7 +130,7 @@ def read_number(path: Path) -> float | None:
 
 
 class CgroupMemory(HealthProbe):
-    """Probe of the memory of this process's cgroup, version 1 or 2.
+    """Health probe of the memory of this process's cgroup, version 1 or 2.
 
     Args:
         groups: file in which the kernel lists this process's cgroups.
@@ -188,7 +188,7 @@ _CGROUP_FILES: dict[int, dict[str, tuple[str, str]]] = {
 
 
 def oom_kills(machine: Path = Path("/proc/vmstat")) -> int:
-    """Return the number of the job's processes that the kernel killed for lack of memory.
+    """Return the number of the job's processes that the kernel has killed for lack of memory.
 
     If this process's cgroup has no such count, it is that of the whole machine; 0: unknown.
     """
@@ -200,7 +200,7 @@ def oom_kills(machine: Path = Path("/proc/vmstat")) -> int:
 
 
 class DiskProbe(HealthProbe):
-    """Probe of disks: latency of a small file in the run directory, and free space.
+    """Health probe of disks: latency of a small file in the run directory, and free space.
 
     It blocks while the disk hangs: use it through `ThreadedProbe`.
 
@@ -246,7 +246,7 @@ class DiskProbe(HealthProbe):
 
 
 def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
-    """Write a file with fsync, and return the seconds that it took; the file stays.
+    """Write a small random file with fsync, and return the seconds that it took; it stays.
 
     Raises:
         OSError: the file cannot be written.
@@ -261,7 +261,7 @@ def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
 
 
 def read_seconds(path: Path, max_bytes: float = math.inf) -> float:
-    """Read a file, or its beginning, and return the seconds that it took.
+    """Read a file, or its first bytes, from the disk, and return the seconds that it took.
 
     Its pages are dropped from the page cache before, if the file system supports that.
 
@@ -307,7 +307,7 @@ _MEMORY = {
 
 
 class LoadProbe(HealthProbe):
-    """Probe of load and memory of the whole node; `proc` is the mount point of procfs."""
+    """Health probe of load and memory of the whole node; `proc` is procfs's mount point."""
 
     name = "load"
     numbers: Mapping[str, str] = {
@@ -351,7 +351,7 @@ _OPEN_LIMIT = re.compile(r"^Max open files\s+(\d+)", re.MULTILINE)
 
 
 def open_files(pids: Sequence[int]) -> Numbers:
-    """Return open files and limit of the process nearest to its limit; empty: unknown."""
+    """Return open files and limit of the process that is nearest to its limit; empty: unknown."""
     found: list[tuple[int, int]] = []
     for folder in (Path(f"/proc/{pid}") for pid in pids):
         with suppress(OSError):
