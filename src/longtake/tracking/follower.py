@@ -1,4 +1,4 @@
-"""The follower: the only process that writes to a run's trackers.
+"""The follower: the only process that writes to a run's experiment trackers (TensorBoard, W&B).
 
 `python -P -m longtake.tracking.follower RUN --as trainer` follows the run's files and holds the
 lease `tracking/writer`. A training starts one; an evaluation server starts one for a run that has
@@ -63,7 +63,7 @@ _MAX_FAILURES = 5
 class Feed:
     """Sends new records of a run directory to one tracker, and repeats them until they arrive.
 
-    Each feed has a thread of its own, so that an unreachable tracker does not delay others.
+    Each tracker's feed has a thread of its own, so that an unreachable one does not delay others.
 
     Attributes:
         trouble: the current error; empty: there is none.
@@ -137,7 +137,7 @@ class Feed:
         self._close()
 
     def _send(self, *, thoroughly: bool) -> bool:
-        """Send new records and note which have arrived; return True if there may be more.
+        """Send new records, and note which have arrived; return True if there may be more.
 
         Further records are read only once these have arrived, so that sending can start again from
         the cursor after an error.
@@ -169,7 +169,7 @@ class Feed:
         return num_sent > 0 or self._sent is not None
 
     def _write(self, record: TrackedRecord) -> None:
-        """Write a record, unless the tracker has rejected it five times for the same reason.
+        """Write a record to the tracker, unless that rejected it five times for the same reason.
 
         Such a record would block all later ones for ever. Errors of the system, such as a full
         disk, are not counted, as the record is not their cause.
@@ -194,7 +194,7 @@ class Feed:
             self._arrived, self._sent = self._sent, None
 
     def _save(self, *, at_once: bool) -> None:
-        """Save the cursor of arrived records; while only rows come, at most every 5 s."""
+        """Save the position up to which records have arrived; for rows alone, at most every 5 s."""
         has_results = self._arrived.evaluations != self._saved.evaluations
         is_due = at_once or has_results or time.monotonic() > self._saved_at + _SAVE_SECONDS
         # Without the lease the file belongs to another process, whose cursor is ahead.
@@ -216,7 +216,7 @@ class Feed:
         self.is_over = True
 
     def _close(self) -> None:
-        """Close the tracker if it is open, ignoring errors, and save the cursor."""
+        """Close the tracker if it is open, ignoring errors, and save the position it reached."""
         if self._is_open:
             self._is_open = False
             with suppress(Exception):
@@ -233,7 +233,7 @@ class Feed:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow a run, and return the exit code: 0, or 1 if another process should take over."""
+    """Send a run's records to trackers; return the exit code: 0, or 1 to let another take over."""
     parser = argparse.ArgumentParser(prog="python -m longtake.tracking.follower")
     parser.add_argument("run", type=Path, help="a run directory")
     parser.add_argument("--as", dest="role", choices=get_args(Role), required=True)
@@ -254,7 +254,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class Shutdown(StopSignal):
-    """Request to send the remaining records and end.
+    """Request to a follower to send the remaining records and end.
 
     The request comes by a signal, by stdin, or by the end of the parent process.
     """
@@ -293,7 +293,7 @@ class Shutdown(StopSignal):
 
 
 def follow(run: RunDirectory, role: Role, section: TrackingSection, shutdown: Shutdown) -> bool:
-    """Send a run's new records to its trackers while this process holds the lease.
+    """Send a run's new records to its trackers while this process holds the lease to write.
 
     A trainer's follower waits for the lease and keeps it while the training runs. An evaluator's
     follower gives it back when a launch begins, or if a tracker cannot be reached for a minute.
@@ -338,7 +338,7 @@ class _RunWriter:
         return True
 
     def _has_launch_begun(self) -> bool:
-        """Return True if a launch has begun, whose own follower should write.
+        """Return True if a launch of the run has begun, whose own follower should write.
 
         For a trainer's follower only a launch after its own counts, that is, one that begins after
         the end of this follower was requested.
@@ -352,7 +352,7 @@ class _RunWriter:
         return False
 
     def _is_too_late(self, began: float) -> bool:
-        """Return True if waiting for the lease should end: its holder sends everything."""
+        """Return True if waiting for the lease to write should end: its holder sends everything."""
         is_trainer, shutdown = self._role == "trainer", self._shutdown
         if shutdown.is_requested:
             seconds = _MAX_END_SECONDS if is_trainer else _EVALUATOR_WAIT_SECONDS_AT_END
@@ -360,7 +360,7 @@ class _RunWriter:
         return not is_trainer and time.monotonic() - began > _EVALUATOR_WAIT_SECONDS
 
     def _write(self, lease: Lease) -> bool | None:
-        """Send records to all trackers until the lease is lost or given back.
+        """Send records to all trackers until the lease to write is lost or given back.
 
         Returns:
             The result of `follow`; None: wait for the lease again.
@@ -387,7 +387,7 @@ class _RunWriter:
         return True if is_over or self._role == "evaluator" else None
 
     def _wait(self, lease: Lease, feeds: Sequence[Feed]) -> bool:
-        """Wait until the lease is lost (returns False) or this process should end (True)."""
+        """Wait until the lease to write is lost (returns False) or the work is done (True)."""
         condition: dict[str, Any] = {"troubles": {}, "caught_up": False}
         well_at = time.monotonic()
         while lease.is_held and self._run.exists():
@@ -432,7 +432,7 @@ def _condition(feeds: Sequence[Feed]) -> dict[str, Any]:
 
 
 class Follower(KeptProcess):
-    """A run's follower as a child process, which is restarted if it fails.
+    """A run's follower (it writes to the trackers) as a child process, restarted if it fails.
 
     Args:
         run: the run directory.
@@ -463,7 +463,7 @@ class Follower(KeptProcess):
         )
 
     def start(self) -> None:
-        """Start the follower, in milliseconds, if it was not started and a tracker is wanted."""
+        """Start the follower, unless it was started or no tracker is wanted; takes milliseconds."""
         if self._is_wanted:
             super().start()
         else:
@@ -492,7 +492,7 @@ class Follower(KeptProcess):
 
 @contextmanager
 def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[Follower]:
-    """Yield a training's follower, to be started once the run exists.
+    """Yield the follower of a training, to be started once the run exists.
 
     The end of the block waits up to 10 s for it; it then continues by itself. After an unexpected
     error there is no wait, as other ranks wait for this process to end.
@@ -509,7 +509,7 @@ def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[F
 
 
 class Followers:
-    """The followers of an evaluation server, one for each run that needs it.
+    """The followers (writers to trackers) of an evaluation server: one per run that needs it.
 
     A follower is started when a run has new records and its trackers have had no writer for 30 s,
     as a training's own follower has precedence. It ends when nothing new has come for a minute. At
@@ -542,7 +542,7 @@ class Followers:
 
 
 class _RunFollower:
-    """The follower of one run, started and ended as needed."""
+    """The follower of one run on an evaluation server, started and ended as needed."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -556,7 +556,7 @@ class _RunFollower:
         self._retry_seconds = _FREE_SECONDS
 
     def look(self) -> None:
-        """Start a follower if there are new records, or end it if nothing comes."""
+        """Start the run's follower if there are new records, or end it if nothing comes."""
         now = time.monotonic()
         if now - self._looked_at < _SERVER_LOOK_SECONDS:
             return
@@ -578,7 +578,7 @@ class _RunFollower:
             self._retry_seconds = min(2 * self._retry_seconds, _MAX_RETRY_SECONDS)
 
     def start_for_rest(self) -> None:
-        """Start a follower for the remaining records, unless one runs."""
+        """Start the run's follower for the remaining records, unless one runs."""
         state = _state(self._run)
         is_new = state != self._sent or _has_trouble(newest(writer_path(self._run)))
         if is_new and not self._is_running():
@@ -597,7 +597,7 @@ class _RunFollower:
         return self._follower is not None and not self._follower.is_over
 
     def _start(self, state: object) -> None:
-        """Start a follower; if the recipe cannot be read, which others report, try again later."""
+        """Start the run's follower; after an unreadable recipe, which others report, try later."""
         with suppress(errors.LongtakeError):
             self._follower = Follower(self._run, "evaluator")
             self._follower.start()

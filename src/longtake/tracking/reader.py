@@ -1,4 +1,4 @@
-"""Reader of a run directory's new records for a tracker: metrics, events, evaluations.
+"""Reader of a run directory's new records (metrics, events, evaluations) for a tracker.
 
 A cursor is the position up to which a tracker has got them. It is a small file, replaced after the
 records before it have arrived, so that the next process continues from there.
@@ -26,12 +26,12 @@ _RESCAN_SECONDS = 30.0
 _MAX_SECONDS_INCOMPLETE = 60.0
 
 Result = tuple[str, int, str]
-"""Identity of an evaluation: preset, step and key."""
+"""Identity of an evaluation result: preset, step and key of the weights."""
 
 
 @dataclass(frozen=True)
 class Cursor:
-    """Position in a run directory up to which a tracker has got its records."""
+    """Position in a run directory up to which a tracker has got the run's records."""
 
     metrics_offset: fsio.Count = 0  # byte offset in metrics.jsonl
     events_offset: fsio.Count = 0  # byte offset in events.jsonl
@@ -57,14 +57,14 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Updates:
-    """New records of a run for one tracker, in the order of sending, and the cursor after them."""
+    """New records of a run for one tracker, in the order of sending, and the position after."""
 
     records: list[TrackedRecord]
     cursor: Cursor
 
 
 class UpdateReader:
-    """Reader of a run directory for one tracker; `warnings` are lines for the log."""
+    """Reader of a run's new records for one tracker; `warnings` are lines for the log."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.warnings: list[str] = []
@@ -76,7 +76,7 @@ class UpdateReader:
         self._incomplete: dict[Result, float] = {}
 
     def read(self, cursor: Cursor, *, thoroughly: bool = False) -> Updates:
-        """Read the records since a cursor, without lines that are still being written.
+        """Read the run's records since a position, without lines that are still being written.
 
         Args:
             cursor: the position of the tracker.
@@ -118,7 +118,7 @@ class UpdateReader:
         return found
 
     def _may_be_sent(self, result: Result, scores: Scores, path: Path) -> bool:
-        """Return True if all files of a result exist, or have been missing for a minute.
+        """Return True if all files of an evaluation exist, or have been missing for a minute.
 
         Files come late when another machine copies them; after a minute they were deleted.
         """
@@ -133,7 +133,7 @@ class UpdateReader:
         return is_long
 
     def _scores(self, path: Path) -> Scores | None:
-        """Read a result; None: it cannot be read. A damaged file is skipped until it changes."""
+        """Read an evaluation's scores.json; None: unreadable. A damaged file waits for a change."""
         try:
             status = path.stat()
             # ctime too: a copy may have the size and the mtime of the damaged file.
@@ -157,7 +157,7 @@ class UpdateReader:
             self.warnings.append(text)
 
     def _may_have_come(self) -> bool:
-        """Return True if a folder of results has changed, or was not scanned for 30 s.
+        """Return True if a folder of evaluations has changed, or was not scanned for 30 s.
 
         Modification times are coarse, so a change can leave them equal.
         """
@@ -197,7 +197,7 @@ def _event_record(event: Mapping[str, Any]) -> TrackedRecord:
 
 
 def _evaluation_record(scores: Scores, folder: Path) -> TrackedRecord:
-    """Build the record of an evaluation with those of its files that exist."""
+    """Build the tracker's record of an evaluation, with those of its files that exist."""
     preset, step = scores["preset"], scores["step"]
     prefix = f"eval/{preset}"
     measured: dict[str, float | None] = {**scores["measures"]}
@@ -224,7 +224,7 @@ def _files(scores: Scores) -> dict[str, str]:
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the name and value of each number of a row; nested ones are called outer/inner."""
+    """Yield name and value of each number of a metrics row; nested ones are called outer/inner."""
     for name, value in row.items():
         if isinstance(value, list):
             value = {str(place): each for place, each in enumerate(value)}
@@ -235,7 +235,7 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _is_event(event: Mapping[str, Any]) -> bool:
-    """Return True if an event has a valid time, and its step, if any, is an integer."""
+    """Return True if a record is an event: it has a valid time, and an integer step or none."""
     if not isinstance(event.get("step"), int | None):
         return False
     try:
@@ -246,7 +246,7 @@ def _is_event(event: Mapping[str, Any]) -> bool:
 
 
 def _lines_after(path: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
-    """Return the records from a byte offset on, and the offset after them."""
+    """Return the records of a file from a byte offset on, and the offset after them."""
     try:
         return fsio.read_new_records(path, dict[str, Any], offset, _MAX_LINES)
     except FileNotFoundError:

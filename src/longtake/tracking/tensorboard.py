@@ -52,7 +52,7 @@ class TensorBoard:
         return first
 
     def write(self, number: int, record: TrackedRecord) -> bool:
-        """Write a record as one event; see `Tracker.write`."""
+        """Write a run's record as one event of TensorBoard; see `Tracker.write`."""
         values = [Summary.Value(tag=tag, simple_value=each) for tag, each in record.scalars.items()]
         values += [_text(tag, each) for tag, each in record.texts.items()]
         for tag, file in record.media.items():
@@ -100,7 +100,7 @@ class _EventFile:
         }
 
     def write(self, event: Event) -> bool:
-        """Append an event; returns False if it is empty or exists already."""
+        """Append an event of TensorBoard; returns False if it is empty or exists already."""
         names = _names(event)
         if not self._has_steps and (not names or names <= self._there):
             return False
@@ -149,7 +149,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def events_in(path: Path) -> Iterator[Event]:
-    """Yield the complete events of a file, up to the first that is cut off or damaged."""
+    """Yield the complete events of an event file, up to the first that is cut off or damaged."""
     with open_regular(path) as file:
         while len(header := file.read(12)) == 12:
             if _checksum(header[:8]) != header[8:]:
@@ -179,7 +179,7 @@ def _text(tag: str, lines: str) -> Summary.Value:
 
 
 def _picture(tag: str, path: Path) -> list[Summary.Value]:
-    """Build the summary of a PNG file, unchanged; empty for other files and above 16 MiB."""
+    """Build TensorBoard's summary of a PNG file; empty for other files and above 16 MiB."""
     if path.suffix != ".png" or path.stat().st_size > _MAX_PICTURE_BYTES:
         return []
     data = path.read_bytes()
@@ -197,7 +197,7 @@ for _ in range(8):
 
 
 def _checksum(data: bytes) -> bytes:
-    """Compute the masked CRC-32C of TFRecord files."""
+    """Compute the checksum of TFRecord files, the masked CRC-32C of their data."""
     crc = 0xFFFFFFFF
     for byte in data:
         crc = _CRC_TABLE[(crc ^ byte) & 0xFF] ^ (crc >> 8)

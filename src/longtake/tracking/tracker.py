@@ -1,4 +1,4 @@
-"""The protocol of experiment trackers, and the table of all; imports no tracker's library.
+"""The protocol of experiment trackers, and the table of all; it imports no tracker's library.
 
 To add a tracker: write a module with a class of the protocol `Tracker`, and add a row to `TRACKERS`
 and a key of the same name to `config.TrackingSection`.
@@ -19,7 +19,7 @@ from longtake.run_dir import RunDirectory
 
 
 class TrackerRow(NamedTuple):
-    """A tracker that recipes can name: a row of `TRACKERS`."""
+    """A tracker that recipes can name, as a row of `TRACKERS`."""
 
     class_name: str  # class in longtake.tracking.<key>; arguments: run, `tracking` section
     title: str
@@ -35,7 +35,7 @@ TRACKERS: Final = {
 
 
 class MediaFile(NamedTuple):
-    """A picture (.png) or video (.mp4) for a tracker."""
+    """A picture (.png) or video (.mp4) that is sent to a tracker."""
 
     path: Path
     caption: str  # may be empty
@@ -76,7 +76,7 @@ class Tracker(Protocol):
         """
 
     def write(self, number: int, record: TrackedRecord) -> bool:
-        """Write a record; returns False if it exists already, so that its number is still free."""
+        """Write a run's record; returns False if the tracker has it, so its number stays free."""
 
     def flush(self) -> int:
         """Send the written records to the tracker's server or files.
@@ -126,7 +126,7 @@ def log(text: str) -> None:
 
 
 def wait_for_unused_second(folder: Path, pattern: str) -> int:
-    """Wait until no file's name contains the current second; return that second since 1970.
+    """Wait until no file name in the folder has the current second; return it (since 1970).
 
     Trackers name files by seconds and read them in that order.
     """

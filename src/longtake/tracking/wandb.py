@@ -57,7 +57,7 @@ class Wandb:
         self._has_failed = False
 
     def open(self, first: int) -> int:
-        """Begin a segment of the W&B run; see `Tracker.open`."""
+        """Begin a segment (a `.wandb` file) of the W&B run; see `Tracker.open`."""
         if self._section.wandb == "online":
             if reason := missing_key(self._section):
                 raise ConnectionError(reason)
@@ -80,7 +80,7 @@ class Wandb:
         return first
 
     def write(self, number: int, record: TrackedRecord) -> bool:
-        """Write a record as a row; see `Tracker.write`."""
+        """Write a run's record as a row of W&B; see `Tracker.write`."""
         import wandb
 
         assert self._segment is not None
@@ -101,7 +101,7 @@ class Wandb:
         return self._segment.arrived()
 
     def close(self) -> int:
-        """End the segment of the W&B run; see `Tracker.close`."""
+        """End the segment (the `.wandb` file) of the W&B run; see `Tracker.close`."""
         if self._segment is None:
             return 0
         segment, self._segment = self._segment, None
@@ -157,7 +157,7 @@ class _Segment:
 
 
 def run_id_of(run: RunDirectory) -> str:
-    """Return the run's id in W&B's alphabet, which is the same for all processes that write it.
+    """Return the run's id for W&B, in its alphabet; it is the same for all writing processes.
 
     Raises:
         ValueError: the run has no id.
@@ -195,7 +195,7 @@ def _has_key() -> bool:
 
 
 def _require_answer(url: str) -> None:
-    """Check that a server answers; W&B's own library would wait for minutes.
+    """Check that W&B's server answers; W&B's own library would wait for minutes.
 
     Raises:
         ConnectionError: there is no answer.
@@ -211,7 +211,7 @@ def _require_answer(url: str) -> None:
 
 
 def _settings(section: TrackingSection) -> Any:
-    """Return settings with which W&B records only rows: no console, code, git or statistics."""
+    """Return W&B's settings to record only rows: no console, code, git or statistics."""
     import wandb
 
     return wandb.Settings(
@@ -287,7 +287,7 @@ def rows_from(number: int, folder: Path, run_id: str) -> list[dict[str, Any]]:
 
 
 def _chunks(file: Any, offset: int) -> Iterator[tuple[int, bytes, int]]:
-    """Yield kind, data and end offset of each complete chunk from an offset on.
+    """Yield kind, data and end offset of complete chunks of a `.wandb` file, from an offset on.
 
     The file is framed like LevelDB's logs (leveldb/doc/log_format.md) after a header of 7 bytes:
     blocks of 32 KiB with chunks of checksum, length, kind and data. A record, a protobuf, consists
