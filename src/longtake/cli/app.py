@@ -1,4 +1,4 @@
-"""The command line application with its commands.
+"""The command line application `longtake` with its commands.
 
 Each command imports what it needs inside its function, so that --help is instant.
 """
@@ -39,7 +39,8 @@ _NOT_OURS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
     *(errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR),
 )
-"""Errors of the operating system that a user can solve: permissions, space, names of files."""
+"""Error numbers of the operating system that a user can solve: permissions, space, names of
+files."""
 
 Ema = Annotated[
     bool | None,
@@ -252,7 +253,7 @@ def sample(
 
 
 def _load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
-    """Load a checkpoint; if the newest is wanted, name newer ones that are damaged."""
+    """Load a run's checkpoint for sampling; without a step, name newer ones that are damaged."""
     from longtake.checkpoint.files import passed_over
     from longtake.sampling.checkpoints import find_run
     from longtake.sampling.sampler import load_sampler

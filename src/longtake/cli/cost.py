@@ -16,7 +16,7 @@ _DAY_SECONDS, _HOUR_SECONDS = 86_400.0, 3600.0
 
 
 def plan_table(*columns: str) -> Table:
-    """Return an empty table: numbers at the right, first and last column and words at the left."""
+    """Return an empty table for a plan: numbers at the right, words and outer columns left."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for number, column in enumerate(columns):
         is_text = number in (0, len(columns) - 1) or column in ("fits", "over", "activations")
@@ -25,7 +25,7 @@ def plan_table(*columns: str) -> Table:
 
 
 def cost_report(cost: "RunCost") -> Iterator[RenderableType]:
-    """Yield the whole run's time by part, what is written and sent, and what failures cost."""
+    """Yield tables and sentences on a whole run: its time by part, data sent, cost of failures."""
     wall, per_hour = cost.wall_seconds, cost.num_ranks / _HOUR_SECONDS
     table = plan_table("the whole run", "times", "each", "time", "GPU-hours", "share", "")
     for what, times, seconds, note in _rows(cost):
@@ -41,7 +41,7 @@ def cost_report(cost: "RunCost") -> Iterator[RenderableType]:
 
 
 def _rows(cost: "RunCost") -> Iterator[tuple[str, float, float, str]]:
-    """Yield name, count, total seconds and explanation of each row."""
+    """Yield name, count, total seconds and explanation of each part of a run's time."""
     stages, num_steps = cost.stages, sum(stage.steps for stage in cost.stages)
     for stage in stages:
         note = "steps of the model, all at the longest shape"
@@ -90,7 +90,7 @@ def _amount(num_bytes: float) -> str:
 
 
 def _describe_failures(cost: "RunCost") -> str:
-    """Say which share of the time is kept, and which interval of saves keeps most."""
+    """Say which share of a run's time is kept, and which interval of saves keeps most of it."""
     text = f"{cost.goodput:.2%} of the time is training that is kept"
     if not cost.saving.failures_per_day:
         return f"{text}; no failures are assumed."

@@ -502,7 +502,7 @@ def caption(
 
 
 def _captioner(path: str, options: "Sequence[str]") -> tuple[Any, dict[str, object]]:
-    """Return an object of the class at "package.module:Class", and its arguments."""
+    """Return the captioner: an object of the class "package.module:Class", and its arguments."""
     from longtake import config, trust
     from longtake.models.pretrained import construct
 

@@ -21,12 +21,13 @@ from longtake.models import recognition, release_checks, releases
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
 _MODULE = "examples.modules.pose_adapter"
-"""Path of the module that some templates name; a clone has it, and recipes/ has a copy."""
+"""Name of the module that some templates import; a clone of longtake has it, recipes/ has a
+copy."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A bucket, and the GPU memory in GiB from which on `longtake plan` accepts it."""
+    """A bucket (clip shape), and the GPU memory in GiB from which on `longtake plan` accepts it."""
 
     gib: int
     frames: int
@@ -40,7 +41,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Template:
-    """A recipe that can be written: its file in `recipes/`, and shapes from small to large."""
+    """A recipe that `init` can write: its file in `recipes/`, and clip shapes by size."""
 
     family: str
     task: str
@@ -62,7 +63,7 @@ class Template:
 
 @functools.cache
 def templates() -> tuple[Template, ...]:
-    """Return the templates that are listed in recipes/templates.toml."""
+    """Return the templates for recipes that are listed in recipes/templates.toml."""
     listed = tomllib.loads(_FOLDER.joinpath("templates.toml").read_text("utf-8"))["template"]
     return tuple(
         Template(**{**each, "shapes": tuple(Shape(**shape) for shape in each["shapes"])})
@@ -71,7 +72,7 @@ def templates() -> tuple[Template, ...]:
 
 
 def find_template(family: str, task: str | None, size: str | None) -> Template:
-    """Return the template of a family; without a task or a size, the first that fits.
+    """Return the recipe template of a model family; without task or size, the first that fits.
 
     Raises:
         RecipeError: no template fits; the message lists those of the family.
@@ -101,7 +102,7 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
 
 
 def template_of_release(release: str, task: str | None, expert: Expert | None = None) -> Template:
-    """Return the template for a release: a folder in diffusers' layout, or a repository id.
+    """Return the recipe template for a release: a folder in diffusers' layout, or a hub's id.
 
     `expert` is one transformer of a release that has two; None means the high-noise one.
 
@@ -166,7 +167,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
 
 
 def choose_shape(template: Template, memory: str | None) -> Shape:
-    """Return the largest shape whose plan fits into `memory`; without one, the largest of all.
+    """Return the largest clip shape whose plan fits `memory`; without `memory`, the largest.
 
     Raises:
         RecipeError: the smallest shape needs more memory than there is.
@@ -192,7 +193,7 @@ def render_recipe(
     buckets: tuple[Bucket, ...] | None = None,
     module: str = _MODULE,
 ) -> str:
-    """Return the text of a recipe.
+    """Return the text of a recipe made from a template.
 
     Args:
         template: one of `templates()`.
@@ -253,7 +254,7 @@ def render_recipe(
 
 
 def module_beside(recipe: Path) -> str:
-    """Return the path of a template's module: that of the clone, or that of a copy to write.
+    """Return the import name of a template's module: the clone's, or that of a copy to write.
 
     The copy is placed beside the recipe, or in the current folder if the recipe's folder cannot be
     imported from here.
@@ -286,13 +287,13 @@ def write_module(module: str) -> None:
 
 
 def catalog_of(data: Path) -> Path:
-    """Return the catalog's path: `data` itself, or a proposed one for a folder of clips."""
+    """Return the path of the catalog: `data` itself, or one to make for a folder of clips."""
     folder = Path(os.path.abspath(data)).name or "clips"  # noqa: PTH100 - a link keeps its name
     return data if data.suffix == ".parquet" else Path("catalogs") / f"{folder}.parquet"
 
 
 def buckets_for(template: Template, memory: str | None, data: Path) -> tuple[Bucket, ...]:
-    """Return the template's bucket, and others for clips of `data` that it would lose."""
+    """Return the template's bucket (clip shape), and others for clips that it would drop."""
     own = choose_shape(template, memory).bucket()
     catalog = catalog_of(data)
     if not (data.exists() or catalog.exists()):

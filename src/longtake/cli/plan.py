@@ -126,7 +126,7 @@ def plan(
 
 
 def _load(path: Path, changes: Sequence[str], trust: bool) -> "Recipe":
-    """Load a recipe with its buckets and batch sizes, and refuse presets that training refuses."""
+    """Load a recipe with buckets and batch sizes; refuse presets that training would refuse."""
     from longtake.data.auto_buckets import with_buckets
     from longtake.planner.batch_sizes import with_batch_sizes
     from longtake.run_dir import RunDirectory
@@ -148,7 +148,7 @@ def _choose_device(
     processes: int,
     per_node: int | None,
 ) -> "DeviceBudget":
-    """Return the recipe's device with the memory given by the options, or with all of its own."""
+    """Return the device to plan for: the recipe's, with the memory of the options or its own."""
     from longtake.config import memory_bytes
     from longtake.planner.devices import device_budget, with_host_memory
 

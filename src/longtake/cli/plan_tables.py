@@ -29,7 +29,8 @@ _PIPE_WIDTH = 100
 _MOST_NAMES = 12
 _LITTLE_WAITING = 0.001
 _MUCH_MORE_THAN_A_GIB = 4 * _GIB
-"""Peak memory above which one more GiB is a small step; below it, that means another GPU."""
+"""Peak memory in bytes above which one more GiB is a small step; below it, one more GiB means
+another GPU."""
 _FITS = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
 _PHASES = {
     "text": ("text encoder", "a caption: to fill a cache, and to sample"),
@@ -123,7 +124,7 @@ def _describe_model(known: "Forecast") -> str:
 
 
 def _stage_table(stages: "Sequence[StageForecast]") -> Table:
-    """Return a table of the stages' settings, without columns that are empty for all stages."""
+    """Return a table of the stages' settings (learning rate ...), without empty columns."""
     names = ("stage", "begins", "steps", "learning rate", "warm-up", "batch", "at once")
     cells = []
     for stage in stages:
@@ -193,7 +194,7 @@ def _policy_table(known: "Forecast") -> Table:
 
 
 def _verdict(report: "PlanReport") -> Iterator[RenderableType]:
-    """Yield sentences on what fits, or else on what is short and would help."""
+    """Yield sentences on which plan fits the memory, or on what is short and would help."""
     known = report.known
     if known.best is None or known.best_policy is None:
         yield from _shortage(report)
@@ -262,7 +263,7 @@ def _describe_best(known: "Forecast") -> str:
 
 
 def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
-    """Say how much training a crash can cost."""
+    """Say how much training a crash can cost, by the recipe's interval of checkpoints."""
     every, minutes = report.recipe.checkpoint.every, report.recipe.checkpoint.minutes
     lost = every * step_seconds
     also = ""
@@ -277,7 +278,7 @@ def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
 
 
 def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
-    """Yield a table of the other work, such as encoding and sampling, part by part."""
+    """Yield a table of work other than steps, such as encoding and sampling, part by part."""
     if not phases:
         return
     table = plan_table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
@@ -292,7 +293,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
 
 
 def _remarks(report: "PlanReport") -> Iterator[str]:
-    """Yield notes on what the tables do not contain."""
+    """Yield notes on memory and time that the tables of the plan do not contain."""
     phases = {phase.name: phase for phase in report.phases}
     if (between := phases.get("sampling")) is not None:
         yield (
@@ -353,7 +354,7 @@ def _number(count: int) -> str:
 
 
 def _mesh_report(mesh: "MeshForecast", processes: int, per_node: int) -> Iterator[RenderableType]:
-    """Yield a table of what each rank sends, how much of it is exposed, and what would help."""
+    """Yield a table of what each rank sends to others, how much time it costs, and what helps."""
     nodes = -(-processes // per_node)
     copies, ranks = mesh.num_copies, mesh.num_shards
     held = f"{copies} copies of the model" if copies > 1 else "one copy of the model"

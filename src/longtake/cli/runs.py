@@ -222,7 +222,7 @@ def bundle(
 
 
 def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
-    """Print the result of `group_processes`, with `of` (a run or process) and `silent` hosts."""
+    """Print the stacks that `group_processes` returned, with `of` (run or process) and `silent`."""
     # A pipe has no width; rich would wrap stacks at 80 columns.
     if not console.is_terminal:
         console.width = max(console.width, _PIPE_WIDTH)
@@ -247,7 +247,7 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
 
 
 def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Print the calls that all processes of a role share once, then where they differ."""
+    """Print stacks of all processes of a role: shared calls once, then where they differ."""
     count = sum(each["count"] for each in groups)
     title = Text(f"{count} {sentences.ROLES[role][count != 1]}", style="bold")
     if shared := _shared(groups) if len(groups) > 1 else 0:
@@ -261,7 +261,7 @@ def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> Non
 
 
 def _shared(groups: Sequence[Mapping[str, Any]]) -> int:
-    """Count the outermost calls that all groups share, up to one that is not in a library.
+    """Count the outermost calls that all groups of stacks share, up to one outside of libraries.
 
     It is less than the shortest stack, so that each group has a call of its own to print.
     """
@@ -312,7 +312,7 @@ def _calls(
 
 
 def _threads(threads: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
-    """Yield a line for each other thread: its innermost call that is not Python's own."""
+    """Yield a line per further thread of a process: its innermost call not of Python itself."""
     there = [each for each in threads if each["stack"]]
     for each in there[:_MOST_THREADS]:
         call = sentences.own_call(each["stack"])

@@ -32,7 +32,7 @@ class SafeConsole(Console):
     """
 
     def render(self, renderable: Any, options: Any = None) -> Iterable[Segment]:
-        """Render like `Console.render`, with control characters spelled out."""
+        """Render like rich's `Console.render`, with control characters spelled out."""
         for segment in super().render(renderable, options):
             # Control segments are escape sequences of rich's own.
             text = segment.text if segment.control else printable_lines(segment.text)
@@ -67,7 +67,7 @@ def complain(message: str) -> None:
 
 
 def skipped_lines() -> None:
-    """Print which lines of the files that were read are not records."""
+    """Print how many lines of the JSON files that were read are not records, and of which."""
     from longtake.fsio import skipped_lines as sentences
 
     for sentence in sentences():

@@ -121,7 +121,7 @@ def train(
 def parent_of(
     out: Path | None, begin_from: str | None, *, weights_only: bool, trust: bool
 ) -> "Parent | None":
-    """Return the checkpoint that --from names; `out` may be a run that is resumed."""
+    """Return the checkpoint that `--from` names, or None; `out` may be a run that is resumed."""
     from longtake.checkpoint.files import find_parent
 
     if begin_from is None:
