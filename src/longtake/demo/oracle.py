@@ -32,7 +32,7 @@ _MOST_STRAY = 0.2  # root mean square distance from a steady course, as a share 
 
 @dataclass(frozen=True)
 class Reading:
-    """Contents of a clip; a field that cannot be read is `None`."""
+    """Contents that were read from a clip's pixels; a field that cannot be read is `None`."""
 
     shape: str | None
     colour: str | None
@@ -40,7 +40,7 @@ class Reading:
 
 
 def read(frames: NDArray[np.uint8]) -> Reading:
-    """Return the shape, the colour and the direction that a clip shows.
+    """Return the shape, the colour and the direction that a clip of the shapes world shows.
 
     Args:
         frames: [F, H, W, 3] uint8 RGB, at least two frames.
@@ -73,13 +73,13 @@ def read(frames: NDArray[np.uint8]) -> Reading:
 
 
 def shows(video: NDArray[np.uint8], caption: str) -> bool:
-    """Return whether a video [F, H, W, 3] uint8 shows what its caption asks for."""
+    """Return whether a video [F, H, W, 3] uint8 of the shapes world shows its caption."""
     wanted = parse_caption(caption)
     return read(video) == Reading(wanted.shape, wanted.colour, wanted.direction)
 
 
 class Adherence:
-    """1 if a video shows the shape, colour and direction of its prompt, else 0.
+    """A measure: 1 if a video shows the shape, colour and direction of its prompt, else 0.
 
     A measure for presets: `measures = ["longtake.demo.oracle:Adherence"]`. It is undefined for
     prompts that are not of the shapes world, and for images, in which nothing moves.
@@ -101,7 +101,7 @@ class Adherence:
 
 
 def _shape(covered: NDArray[np.float64], centres: NDArray[np.float64]) -> str | None:
-    """Return the shape whose drawing at the same places agrees best, if one clearly does."""
+    """Return the shape whose drawing matches the clip's pixels best, if one clearly does."""
     height, width = covered.shape[1:]
     agreements = {}
     for shape in SHAPES:
@@ -126,7 +126,7 @@ def _colour(object_rgb: NDArray[np.float64]) -> str | None:
 
 
 def _direction(centres: NDArray[np.float64], covered: NDArray[np.float64]) -> str | None:
-    """Return the direction of the straight line through the centroids, if there is one."""
+    """Return the direction of the straight line through a shape's centroids, if there is one."""
     # Least squares: the centroids' mean velocity in pixels per frame.
     times = np.arange(len(centres)) - (len(centres) - 1) / 2
     step = times @ centres / (times @ times)

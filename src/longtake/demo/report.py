@@ -1,4 +1,4 @@
-"""Writes the demo's results: numbers, a contact sheet, a report; prints a summary."""
+"""Writes the results of the demo: numbers, a contact sheet, a report; prints a summary."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ from longtake.sampling.sampler import Sampler
 from longtake.sampling.videos import SheetRow, contact_sheet
 
 PRESETS: Final = {True: "unseen_prompts", False: "trained_prompts"}
-"""Names of the presets of the checked videos, by whether their captions were held out."""
+"""Names of the presets that the demo's checked videos become, by whether their captions were held
+out of training."""
 _REPORT = "report.html"
 _TRAINED_ON_PAGE = 12
 _LAST_LOSSES = 100
@@ -30,7 +31,7 @@ _LAST_LOSSES = 100
 
 @dataclass(frozen=True)
 class CheckedVideo:
-    """A sampled video, and whether it shows what its caption asks for."""
+    """A video that the demo sampled, and whether it shows what its caption asks for."""
 
     caption: str
     is_held_out: bool  # no training clip showed this combination
@@ -45,7 +46,7 @@ def write_report(
     clips: int,
     console: Console,
 ) -> dict[str, Any]:
-    """Write summary.json, contact_sheet.png and report.html, and return the summary.
+    """Write the demo's summary.json, contact_sheet.png and report.html, and return the summary.
 
     The videos become results of two presets of the run, so that its pages show them with those of
     evaluation servers.
@@ -94,7 +95,7 @@ def _share(verdicts: Iterable[bool]) -> float:
 
 
 def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
-    """Return one video of each held-out caption, and of some trained captions."""
+    """Return videos for the contact sheet: one per held-out caption, some of trained ones."""
     # Reversed, as the last video of a caption stays in the dictionary: that is the first one then.
     first = {one.caption: one for one in reversed(videos)}.values()
     held_out = [one for one in first if one.is_held_out][::-1]

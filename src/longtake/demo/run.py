@@ -1,4 +1,4 @@
-"""Runs the demo from clips to report; every step is one of a user's own run."""
+"""Runs the demo from clips to report; every step is one that a user's own run has."""
 
 import shutil
 import statistics
@@ -29,15 +29,17 @@ from longtake.training.train import train
 DEFAULT_STEPS = 1500
 NUM_CLIPS = 6000
 NUM_HELD_OUT_CLIPS = 48
-"""Number of clips with held-out captions, whose loss is measured at each checkpoint."""
+"""Number of clips with held-out captions, on which the loss is measured at each checkpoint."""
 NUM_CHECKPOINTS = 6
 NUM_CHECKED = 96
-"""Number of videos of held-out captions that are sampled and checked, and of trained ones."""
+"""Number of videos that are sampled and checked: of held-out captions, and the same of trained
+ones."""
 
 _BATCH_SIZE = 48
 _PACE_STEPS, _PACE_WARM_UP = 60, 20
 _EVALUATION_SECONDS = 300.0
-"""Maximum time after the training for sampling the remaining checkpoints."""
+"""Maximum seconds after the training in which the evaluation server samples the last
+checkpoints."""
 _POLL_SECONDS = 0.1
 _TERMINATION_SECONDS = 10.0
 
@@ -64,7 +66,7 @@ class EvaluationProcess:
 
 @contextmanager
 def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
-    """Evaluate the run in `out`, which may begin later, in another process during the block."""
+    """Evaluate the run in `out`, which may begin later, by another process during the block."""
     log = out / "evaluate.log"
     with log.open("ab") as file:
         # In its own session: Ctrl-C is for the training, whose end ends this process.
@@ -82,7 +84,7 @@ def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
 
 
 def demo_recipe(out: Path, steps: int, seed: int) -> config.Recipe:
-    """Return the shipped recipe with the paths, steps and seed of one demo."""
+    """Return the recipe that the demo ships, with the paths, steps and seed of one demo."""
     text = resources.files("longtake.demo").joinpath("recipe.toml").read_text(encoding="utf-8")
     values = tomllib.loads(text)
     values |= {"out": str(out), "seed": seed}
@@ -102,7 +104,7 @@ def run_demo(
     console: Console,
     evaluate: bool = True,
 ) -> dict[str, Any] | str:
-    """Write clips, index them, train on them, sample, check the samples, and write a report.
+    """Run the demo: write clips, index them, train on them, sample, check samples, and report.
 
     A call after an interruption resumes; a call after the end samples and checks again.
 
@@ -155,7 +157,7 @@ def run_demo(
 
 
 def _train(recipe: config.Recipe, evaluate: bool, console: Console) -> str | None:
-    """Train to the end with evaluation; return the name of a signal that interrupted it."""
+    """Train the demo's model with evaluation; return the name of a signal that interrupted it."""
     heartbeat.restart_launch_timer()  # writing clips is not part of the training's start
     with evaluation_process(recipe.out) if evaluate else nullcontext() as evaluation:
         with progress.phase_lines(console, "starting", progress.starting_phase):
@@ -171,7 +173,7 @@ def _catalog_path(out: Path) -> Path:
 
 
 def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
-    """Write the clips and index them, as `longtake data index` does for a user's clips."""
+    """Write and index the demo's clips, as `longtake data index` does for a user's clips."""
     catalog = _catalog_path(run.path)
     if run.exists() and catalog.exists():
         return

@@ -48,7 +48,7 @@ _CROSS_HALF_WIDTH = 0.36
 
 @dataclass(frozen=True)
 class Combination:
-    """Contents of one clip: a word of `SHAPES`, one of `COLOURS` and one of `DIRECTIONS`."""
+    """Contents of one clip of the shapes world, in words: shape, colour and direction."""
 
     shape: str
     colour: str
@@ -60,7 +60,7 @@ class Combination:
 
     @property
     def is_held_out(self) -> bool:
-        """True if no training clip shows the combination.
+        """True if no training clip shows this combination of shape, colour and direction.
 
         Each pair of shape and colour misses one direction, as in a Latin square: each direction is
         missed three times, no (shape, direction) and no (colour, direction) more than once.
@@ -74,7 +74,7 @@ _WORLD = tuple(itertools.starmap(Combination, itertools.product(SHAPES, COLOURS,
 
 
 def parse_caption(caption: str) -> Combination:
-    """Return the combination that a caption of this world asks for.
+    """Return the combination that a caption of the shapes world asks for.
 
     Raises:
         DataError: the caption is not of this world.
@@ -100,7 +100,7 @@ def held_out_captions() -> list[str]:
 def coverage(
     shape: str, radius: float, centres: NDArray[np.float64], height: int, width: int
 ) -> NDArray[np.float64]:
-    """Return how much of each pixel the shape covers, in [0, 1], per frame: [F, height, width].
+    """Return the share of each pixel that the shape covers, in [0, 1]: [F, height, width].
 
     `radius` is a circle's radius in pixels, or half of what a cross spans; `centres` [F, 2] are its
     centroids as (x, y) in pixels, the first pixel's centre being (0, 0).
@@ -127,7 +127,7 @@ def coverage(
 
 
 def render(shape: str, colour: str, direction: str, rng: np.random.Generator) -> NDArray[np.uint8]:
-    """Draw one clip; `rng` decides size, speed, place, tint and background."""
+    """Draw one clip of the shapes world; `rng` decides size, speed, place, tint and background."""
     step = np.array(DIRECTIONS[direction]) / np.hypot(*DIRECTIONS[direction])
     speed, radius = rng.uniform(1.2, 1.7), rng.uniform(6.5, 8.0)
     middle = np.array([WIDTH - 1, HEIGHT - 1]) / 2 + rng.uniform(-1.5, 1.5, size=2)
@@ -152,7 +152,7 @@ def write_clips(
     *,
     held_out: bool = False,
 ) -> Path:
-    """Write clips of the training captions as mp4 files, and `captions.jsonl` beside them.
+    """Write training clips of the shapes world as mp4 files, with `captions.jsonl` beside them.
 
     The same seed gives the same clips. An interrupted call can simply be repeated: a clip that is
     already there is whole, because each is written aside and renamed, and is kept.
