@@ -22,7 +22,7 @@ PAPER, INK, PALE_INK, RULE = "#fcfcfa", "#22252a", "#767c85", "#e4e4df"
 TITLE_SIZE, TEXT_SIZE, NOTE_SIZE = 22, 15, 13
 
 Size = tuple[int, int]
-"""Width and height in pixels."""
+"""Size of a picture: width and height in pixels."""
 
 _GREEN, _RED = "#2f8f5b", "#c8453b"
 _MARGIN, _LABEL_GAP, _ROW_GAP = 28, 22, 26
@@ -31,7 +31,7 @@ _LEADING = 1.4  # line height over font size
 _FONT_FOLDERS = ("/usr/share/fonts", "/usr/local/share/fonts", "/System/Library/Fonts")
 _FONT_SUFFIXES = (".ttf", ".otf", ".ttc")
 _MOST_FONTS = 400
-"""Limit of the font files that are tried."""
+"""Maximum number of font files that are tried for a character."""
 _SHOWN = 8
 _PROBE_SIZE = 12
 # A noncharacter, which Unicode assigns to nothing.
@@ -55,7 +55,7 @@ class GridCell:
 
 @dataclass(frozen=True)
 class GridRow:
-    """One row of a grid: a label, and cells to its right."""
+    """One row of a grid of pictures: a label, and cells to its right."""
 
     label: Sequence[TextLine]  # lines that fit `Grid.label_width`, see `wrapped_lines`
     cells: Sequence[GridCell]  # from left to right
@@ -72,7 +72,7 @@ class Grid:
     mark_width: int = 0  # width of the column of ticks and crosses, left of the labels
 
     def corner(self, row: int, cell: int) -> tuple[int, int]:
-        """Return left and top of a cell's picture on the page, in pixels."""
+        """Return left and top, in pixels on the page, of the picture in a cell of the grid."""
         cells = self.rows[row].cells
         before = sum(each.gap + each.picture.width for each in cells[:cell])
         left = _MARGIN + self.mark_width + self.label_width + _LABEL_GAP + before + cells[cell].gap
@@ -80,7 +80,7 @@ class Grid:
 
     @property
     def size(self) -> Size:
-        """Width and height of the page in pixels."""
+        """Width and height of the whole page in pixels."""
         widths = [round(text_width(self.title, TITLE_SIZE)) + _MARGIN]
         for index, row in enumerate(self.rows):
             last = len(row.cells) - 1
@@ -109,7 +109,7 @@ class Grid:
 
     @cached_property
     def _tops(self) -> list[int]:
-        """Top of each row in pixels, and the top of a row after the last."""
+        """Top of each row of the grid in pixels, and that of a row after the last."""
         tops = [_MARGIN + (line_height(TITLE_SIZE) + _ROW_GAP if self.title else 0)]
         for row in self.rows:
             label = sum(line_height(line.size) for line in row.label)
@@ -123,7 +123,7 @@ def wrapped_lines(text: str, width: int, size: int = TEXT_SIZE, ink: str = INK) 
 
 
 def side_by_side(pictures: Sequence[Image.Image], gap: int, background: str = PAPER) -> Image.Image:
-    """Join pictures from left to right, aligned at the top."""
+    """Join pictures to one, from left to right, aligned at the top."""
     width = sum(picture.width for picture in pictures) + gap * (len(pictures) - 1)
     strip = Image.new("RGB", (width, max(picture.height for picture in pictures)), background)
     left = 0
@@ -143,7 +143,7 @@ def resized(picture: Image.Image, size: Size) -> Image.Image:
 
 
 def save_picture(picture: Image.Image, path: Path) -> None:
-    """Write a PNG file atomically.
+    """Write a picture to a PNG file atomically.
 
     Raises:
         RunError: the file cannot be written.
@@ -156,7 +156,7 @@ def save_picture(picture: Image.Image, path: Path) -> None:
 
 
 def _draw_mark(pen: ImageDraw.ImageDraw, place: tuple[int, int], is_correct: bool | None) -> None:
-    """Draw a tick or a cross from lines, as Pillow's font has neither."""
+    """Draw a tick or a cross (or nothing) from lines, as Pillow's font has neither."""
     if is_correct is None:
         return
     strokes = (
@@ -238,7 +238,7 @@ def _say_missing(text: str) -> None:
 
 @cache
 def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
-    """Load the font of a file, or Pillow's own for an empty path."""
+    """Load a font from its file, or Pillow's own for an empty path."""
     if path:
         return ImageFont.truetype(path, size)
     font = ImageFont.load_default(size)
@@ -248,7 +248,7 @@ def _font(path: str, size: int) -> ImageFont.FreeTypeFont:
 
 @cache
 def _path_of(character: str) -> str | None:
-    """Return the file of a font that has a character; empty: Pillow's own; None: no font."""
+    """Return the file of a font that has this character; empty: Pillow's own; None: no font has."""
     if character.isspace() or _has("", character):
         return ""
     path = next((path for path in (*_found, *_installed()) if _has(path, character)), None)
@@ -258,11 +258,11 @@ def _path_of(character: str) -> str | None:
 
 
 _found: list[str] = []
-"""Fonts that had an earlier character; they are tried first."""
+"""Files of fonts that had an earlier character; they are tried first for the next."""
 
 
 def _has(path: str, character: str) -> bool:
-    """Return True if a font has a character.
+    """Return True if the font in a file has this character.
 
     Pillow cannot tell directly: compare its bitmap with that of a character that no font has.
     """
@@ -274,7 +274,7 @@ def _has(path: str, character: str) -> bool:
 
 @cache
 def _installed() -> tuple[str, ...]:
-    """List font files in the usual folders; CJK fonts, which have most characters, come first."""
+    """List font files in the usual folders; CJK fonts, with most characters, come first."""
     data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
     folders = [Path(data) / "fonts", Path.home() / ".fonts", *map(Path, _FONT_FOLDERS)]
     with suppress(OSError):

@@ -31,7 +31,8 @@ from longtake.run_dir import EVENT, RunDirectory
 
 _MOST_NEEDS = 10_000
 _READS = 2
-"""Attempts to read a heartbeat: over NFS, a file can vanish while another host replaces it."""
+"""Attempts to read a server's heartbeat: over NFS, a file can vanish while another host replaces
+it."""
 
 ServerEventKind = Literal[
     "evaluation_started",
@@ -46,18 +47,18 @@ ServerEventKind = Literal[
 
 
 class VideoScores(TypedDict):
-    """One sampled video of a result, with its measures."""
+    """One sampled video of an evaluation result, with its measures."""
 
     file: fsio.FileName
     """Name of the video file in the folder of scores.json."""
     prompt: str
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     measures: dict[str, float]
-    """Measures by name, without those that are undefined here, such as motion of one frame."""
+    """Measures of the video by name, without undefined ones, such as motion of one frame."""
 
 
 class Alarm(TypedDict):
-    """A measure that drifts over checkpoints, or is outside the range of the training clips."""
+    """Alarm: a measure drifts over checkpoints, or is outside of the training clips' range."""
 
     measure: str
     kind: Literal["drift", "range"]
@@ -67,12 +68,13 @@ class Alarm(TypedDict):
 
 @fsio.with_other_fields
 class Scores(TypedDict):
-    """The videos sampled from a checkpoint, and their measures: the content of scores.json."""
+    """The result of an evaluation, as in scores.json: a checkpoint's videos and their measures."""
 
     preset: str
     step: fsio.Count
     key: fsio.FileName
-    """Digest of the weights, see `checkpoint_key`: a step can be saved again with others."""
+    """Digest of the sampled weights, see `checkpoint_key`: a step can be saved again with
+    others."""
     weights: str
     """The sampled weights: `model`, or `ema/` and the name of a profile."""
     time: fsio.Time
@@ -87,7 +89,7 @@ class Scores(TypedDict):
     """Flow-matching loss on held-out clips, by sigma, and their `mean`."""
     alarms: list[Alarm]
     seconds: dict[str, fsio.Finite]
-    """Duration of each part of the evaluation: wait load first_video sample measure write ..."""
+    """Seconds of each part of the evaluation: wait load first_video sample measure write ..."""
 
 
 @fsio.with_other_fields
@@ -100,7 +102,7 @@ _SETTINGS: Final = TypeAdapter(_Settings)
 
 
 def _check(scores: Scores) -> Scores:
-    """Check the settings that readers use, and that each video's input pictures are listed."""
+    """Check settings in scores.json that readers use, and each video's list of input pictures."""
     pictures = _SETTINGS.validate_python(scores["settings"]).get("conditioning", {})
     for video in scores["videos"] if pictures else ():
         number = prompt_number(video["file"])
@@ -111,11 +113,11 @@ def _check(scores: Scores) -> Scores:
 
 
 SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidator(_check)])
-"""Validator of scores.json."""
+"""Validator of the content of scores.json."""
 
 
 class Scene(NamedTuple):
-    """Prompt, seed and inputs of a sampled video, by which videos of checkpoints are compared."""
+    """Prompt, seed and inputs of a sampled video, by which checkpoints' videos are compared."""
 
     prompt: str
     seed: int
@@ -124,7 +126,7 @@ class Scene(NamedTuple):
 
 
 def files_by_scene(scores: Scores) -> dict[Scene, str]:
-    """Return the file name of each video of a result, by its scene."""
+    """Return the file name of each video of an evaluation result, by its prompt and seed."""
     pictures = scores["settings"].get("conditioning", {})
     found = {}
     for video in scores["videos"]:
@@ -146,7 +148,7 @@ class ServerHeartbeat(TypedDict):
     server: str
     time: fsio.Time
     needs: Annotated[list[fsio.Count], Field(max_length=_MOST_NEEDS)]
-    """Steps whose checkpoints must not be deleted."""
+    """Steps whose checkpoints the server needs, so that they must not be deleted."""
     beat: NotRequired[fsio.Count]
     doing: NotRequired[dict[str, Any] | None]
     ended: NotRequired[str | None]
@@ -155,7 +157,7 @@ class ServerHeartbeat(TypedDict):
 
 @dataclass(frozen=True)
 class EvaluationDirectory:
-    """Paths and records of a run's evaluations."""
+    """Paths and records of a run's evaluations, below its folder evaluations/."""
 
     run: RunDirectory
 
@@ -189,7 +191,7 @@ class EvaluationDirectory:
         return sorted(int(step) for step in steps if step.isdecimal())
 
     def scores(self, preset: str, step: int) -> Scores | None:
-        """Read a checkpoint's result.
+        """Read the result of a preset for the checkpoint of a step.
 
         None: there is no scores.json, or it is damaged or names another preset or step.
         """
@@ -237,7 +239,7 @@ class ServerDirectory:
         )
 
     def write_heartbeat(self, record: Mapping[str, Any]) -> None:
-        """Replace heartbeat.json without flushing it to disk.
+        """Replace the server's heartbeat.json without flushing it to disk.
 
         Raises:
             OSError: the file cannot be written.
@@ -252,7 +254,7 @@ class ServerDirectory:
             file.write(json.dumps(record, indent=2) + "\n")
 
     def read_heartbeat(self) -> ServerHeartbeat | None:
-        """Read heartbeat.json; None: it is missing or damaged."""
+        """Read the server's heartbeat.json; None: it is missing or damaged."""
         for _ in range(_READS):
             with suppress(errors.RecordError):
                 return fsio.read_record(self.heartbeat_path, ServerHeartbeat)
@@ -268,7 +270,7 @@ class ServerDirectory:
 
 
 def all_servers(run: RunDirectory) -> list[ServerDirectory]:
-    """Return all servers that have ever worked on a run, sorted by name."""
+    """Return all evaluation servers that have ever worked on a run, sorted by name."""
     folder = EvaluationDirectory(run).path / "servers"
     names: list[str] = []
     with suppress(FileNotFoundError, NotADirectoryError):

@@ -23,11 +23,10 @@ LOG_VARIABLE: Final = "LONGTAKE_LOG"
 """Environment variable of a rank: the file to which its launcher redirects its output."""
 
 FailureKind = Literal["error", "exception", "killed", "ended"]
-"""The way a rank failed.
+"""The way in which a rank failed.
 
-`error`: a LongtakeError; `exception`: any other exception; `killed`: by a signal; `ended`: with an
-exit code and without a record.
-"""
+`error`: a LongtakeError; `exception`: any other exception; `killed`: by a signal; `ended`: with
+an exit code and without a record."""
 FailureSource = Literal["rank", "launcher", "watcher"]
 _POLL_SECONDS = 0.1
 _LAUNCHER_SECONDS = 0.5  # until the launcher of a rank that is gone has recorded why
@@ -36,7 +35,7 @@ _MAX_CHARS = 400
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of one rank: an event `rank_failed`."""
+    """The failure of one rank, as in the event `rank_failed`."""
 
     rank: int
     world_size: int
@@ -51,7 +50,7 @@ class RankFailure:
     source: FailureSource = "rank"  # program that recorded it; a watcher knows the least
 
     def record(self, run: RunDirectory) -> None:
-        """Append the failure to this node's events, ignoring OSError.
+        """Append the failure of a rank to this node's events, ignoring OSError.
 
         A full disk must not hide the failure itself.
         """
@@ -120,7 +119,7 @@ def describe_signal(number: int) -> str:
 
 
 def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
-    """Read the failures of a launch, by time; those recorded by watchers come last."""
+    """Read the ranks' failures of a launch, by time; those recorded by watchers come last."""
     events = [event for node in all_nodes(run) for event in _events(node)]
     events = [event for event in events if event.get("launch") == launch]
     # A watcher knows the least, and may write before the launcher does.
@@ -131,7 +130,7 @@ def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
 def failures_of_processes(
     run: RunDirectory, pids: Collection[int], since: str
 ) -> list[RankFailure]:
-    """Read the failures of processes of this node since a time, without those of the watcher.
+    """Read the failures of these ranks of this node since a time, without the watcher's records.
 
     Args:
         run: the run directory.
@@ -146,7 +145,7 @@ def failures_of_processes(
 
 
 def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) -> RankFailure | None:
-    """Find the failure that made this rank lose a peer; None: it is unknown.
+    """Find the failure of another rank that made this rank lose its connection; None: unknown.
 
     Args:
         run: the run directory.
@@ -180,7 +179,7 @@ def find_failed_rank(run: RunDirectory, own: Heartbeat, seconds: float = 3.0) ->
 def _on_silent_node(
     run: RunDirectory, launch: str, before: Mapping[str, Mapping[str, Any]], seconds: float
 ) -> RankFailure | None:
-    """Return a rank of a node whose watcher has stopped writing; None: there is no such node.
+    """Return a rank of a node whose watcher has stopped writing heartbeats; None: no such node.
 
     If the watchers of all nodes are silent, the shared disk is the likely cause: also None.
 

@@ -24,7 +24,7 @@ def plural(number: int, noun: str, many: str = "") -> str:
 
 
 def format_size(num_bytes: int) -> str:
-    """Format bytes in the largest binary unit that gives at least 1: 1.50 GiB, 3 bytes."""
+    """Format a number of bytes in the largest unit that gives at least 1: 1.50 GiB, 3 bytes."""
     for unit, of_one in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if num_bytes >= of_one:
             return f"{num_bytes / of_one:.2f} {unit}"
@@ -155,7 +155,7 @@ def printable_lines(text: str) -> str:
 
 
 def escape_lines(text: str) -> str:
-    """Escape control characters and rich's markup in a message of several lines."""
+    """Escape control characters and rich's markup in a message of one or several lines."""
     return "\n".join(map(escape, text.split("\n")))
 
 

@@ -64,7 +64,7 @@ PHASE_WORDS: Mapping[str, str] = {
     "rollback": "while it rolls back from step {step}",
     "sampling": "while it samples presets after step {step}",
 }
-"""Description of a rank's phase for messages; `{step}` stands for its global step."""
+"""Words for each phase of a rank in messages; `{step}` stands for its global step."""
 
 STORE_WAIT = " (waiting for its store: "  # in the clip's path
 _MAGIC = 0x4C54_4842_0004  # "LTHB" and the format's number: pages of other versions are ignored
@@ -85,7 +85,7 @@ class _TimingPage(ctypes.Structure):
 
 
 class HeartbeatPage(ctypes.Structure):
-    """Memory layout of a heartbeat page.
+    """Memory layout of a heartbeat page, in which a process writes its phase and step.
 
     `sequence` is a seqlock: the owner increments it before and after each change, so it is odd
     while the page is being written.
@@ -117,7 +117,7 @@ class HeartbeatPage(ctypes.Structure):
 
 
 class HeartbeatDir(NamedTuple):
-    """Folder of a run's heartbeat pages, and the rank that passes it to its child processes."""
+    """Folder of a run's heartbeat pages, and a rank: what a rank passes to its child processes."""
 
     folder: Path
     rank: int
@@ -125,7 +125,7 @@ class HeartbeatDir(NamedTuple):
 
 @dataclass(frozen=True)
 class PhaseTiming:
-    """Statistics of a phase's durations, over all its ends since the process has settled."""
+    """Statistics of a phase's durations, each time it ended since the process has settled."""
 
     count: int
     longest: float  # seconds
@@ -134,7 +134,7 @@ class PhaseTiming:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """One process's heartbeat page, read at one moment."""
+    """The heartbeat of one process (phase, step ...), read from its page at one moment."""
 
     path: Path
     role: Role
@@ -171,7 +171,7 @@ class Heartbeat:
 
 
 class HeartbeatWriter:
-    """Writes this process's heartbeat page.
+    """Writes the heartbeat page of this process.
 
     If the folder cannot be written, the page stays private memory: no other process sees it, and
     training goes on.
@@ -207,7 +207,7 @@ class HeartbeatWriter:
         return PHASES[int(self._page.phase)]
 
     def set_waiting(self, clip: str, store: str) -> None:
-        """Show that the clip's file waits for a store, without ending the phase.
+        """Show that the file of a clip waits for an object store, without ending the phase.
 
         Args:
             clip: the clip's file.
@@ -242,7 +242,7 @@ class HeartbeatWriter:
                 page.clip = clip.encode(errors="replace")[-_CLIP_BYTES:]
 
     def begin_step(self, step: int, shape: str) -> None:
-        """Record the global step that begins, and the shape of its clips."""
+        """Record the global step that this process begins, and the shape of the step's clips."""
         with self._writing() as page:
             # The first steps of a launch and of each shape compile kernels and allocate memory.
             # Their durations say nothing about later steps, so they do not enter the statistics.
@@ -253,7 +253,7 @@ class HeartbeatWriter:
             page.step, page.detail, page.clip = step, _first(shape), b""
 
     def end_step(self, work_seconds: float = 0.0) -> None:
-        """Record that a training step is done.
+        """Record that this process has done a training step.
 
         Args:
             work_seconds: time that this process computed, without waiting for others; 0: unknown.
@@ -284,7 +284,7 @@ class HeartbeatWriter:
         self._launch_ns["start"] = age - (time.monotonic_ns() - self._page.since_ns)
 
     def launch_seconds(self) -> dict[Phase, float]:
-        """Return seconds per phase from the launch to the end of its first step.
+        """Return seconds per phase of this process from the launch to the end of its first step.
 
         Before the first step is done, the current phase counts up to now.
         """
@@ -412,7 +412,7 @@ def record_duration(phase: Phase, seconds: float) -> None:
 
 
 class GivenClip:
-    """Field `given` of a decode worker's page: the clip assigned to it, written by its parent.
+    """Field `given` of a decode worker's page: the clip that its parent process assigned to it.
 
     The worker may hang or die before it begins the clip, so it cannot write the field itself.
     """
@@ -433,7 +433,7 @@ class GivenClip:
 
 
 def read_heartbeat(path: Path) -> Heartbeat | None:
-    """Read a heartbeat page; None: it is missing, another user's, or has another format."""
+    """Read a process's heartbeat page; None: missing, another user's, or of another format."""
     # Another user may have put a link or a pipe here: O_NOFOLLOW refuses the one, and O_NONBLOCK
     # keeps the other from blocking this process.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -505,7 +505,7 @@ def page_path(folder: Path, role: Role, rank: int, pid: int) -> Path:
 
 
 def make_private_dir(folder: Path) -> None:
-    """Create a `heartbeat_dir` that only this user can write to.
+    """Create a folder for heartbeat pages that only this user can write to.
 
     Raises:
         RunError: the folder or its parent belongs to another user or is not a folder.

@@ -29,7 +29,7 @@ _BEATS_PER_LEASE = 4
 
 @with_other_fields
 class LeaseRecord(TypedDict):
-    """One holder of a lease: the content of its file. A holder may add fields of its own."""
+    """One holder of a lease: the content of the holder's file. A holder may add fields."""
 
     host: str
     pid: Count
@@ -38,9 +38,10 @@ class LeaseRecord(TypedDict):
     started: Count | None
     """Start of the holder's process, in clock ticks since boot."""
     time: Time
-    """Time at which the lease was taken."""
+    """Time at which the holder took the lease."""
     seconds: Annotated[float, Field(gt=0, le=86400)]
-    """Time after which the lease is lost if `beat` has not changed."""
+    """Seconds after which the lease is lost if `beat`, which its holder counts up, has not
+    changed."""
     beat: Count
     ended: str | None
     """The reason for which the holder gave the lease back; None: it has not."""
@@ -73,7 +74,7 @@ def has_same_owner(record: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 @dataclass
 class Lease:
-    """A lease that this process has taken.
+    """A lease (the sole right to a work in a shared folder) that this process has taken.
 
     Attributes:
         folder: the lease's folder.
@@ -109,7 +110,7 @@ class Lease:
         self._moved = time.monotonic()
 
     def end(self, how: str, **facts: Any) -> None:
-        """Give the lease back, and record how the work ended.
+        """Give the lease back, and record in its file how the work ended.
 
         Raises:
             OSError: the lease's file cannot be written.
@@ -129,7 +130,7 @@ class Lease:
 
 
 class Leases:
-    """Takes leases for this process, and remembers how long those of others have not changed.
+    """Takes leases for this process, and remembers for how long others' have not changed.
 
     Args:
         seconds: time within which this process promises to renew a lease.
@@ -147,7 +148,7 @@ class Leases:
         self._seen: dict[Path, tuple[int, float]] = {}
 
     def take(self, folder: Path) -> Lease | None:
-        """Take the lease of a folder if it is free or its holder has lost it; else return None.
+        """Take the lease of a folder if it is free or was lost by its holder; else return None.
 
         Raises:
             OSError: the folder cannot be written.
@@ -191,7 +192,7 @@ class Leases:
 
 @contextmanager
 def kept(lease: Lease, stuck_seconds: float = float("inf")) -> Iterator[Lease]:
-    """Renew a lease in a thread until the block ends.
+    """Renew a lease of this process in a thread until the block ends.
 
     It is not renewed while the work has not `moved` for `stuck_seconds`, or once another process
     has taken the lease.

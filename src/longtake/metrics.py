@@ -1,4 +1,4 @@
-"""The numbers of metrics.jsonl: one table that describes them for writer, readers and plots."""
+"""The metrics of a training step in metrics.jsonl: a table for writer, readers and plots."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,23 +13,24 @@ from longtake.config.values import Shape
 
 @dataclass(frozen=True)
 class Metric:
-    """Storage and plotting of a number of metrics.jsonl; see `METRICS`."""
+    """How one metric of metrics.jsonl is stored and plotted; see `METRICS`."""
 
     label: str = ""
-    """Name in plots; empty: it is not drawn."""
+    """Name of the metric in plots; empty: it is not drawn."""
     unit: str = ""
     panel: str = ""
-    """Plot in which it is drawn: a key of `board.plots.TITLES`."""
+    """Plot in which the metric is drawn: a key of `board.plots.TITLES`."""
     is_extra: bool = False
-    """True: it is drawn only on request."""
+    """True: the metric is drawn only on request."""
     is_logarithmic: bool = False
-    """True: its axis is logarithmic by default."""
+    """True: the metric's axis is logarithmic by default."""
     is_sparse: bool = False
-    """True: many steps or runs lack it. Its line spans the gaps; an empty plot is left out."""
+    """True: many steps or runs lack the metric. Its line spans the gaps; an empty plot is left
+    out."""
     dtype: str = "<f4"
-    """NumPy type of a column of these numbers."""
+    """NumPy type of the metric's column."""
     parts: Mapping[str, str] = field(default_factory=dict)
-    """For a list: labels of its items, by the names of their columns."""
+    """For a metric that is a list: labels of its items, by the names of their columns."""
 
 
 _Number = fsio.Finite | None  # None: NaN or infinite
@@ -135,7 +136,7 @@ METRIC_TYPES: Final[Mapping[str, Any]] = {
     name: get_args(hint)[0] if get_origin(hint) is NotRequired else hint
     for name, hint in get_type_hints(Metrics, include_extras=True).items()
 }
-"""Type of each field of `Metrics`, without NotRequired."""
+"""Type of each metric in `Metrics`, without NotRequired."""
 
 
 METRIC_COLUMNS: Final[Mapping[str, Mapping[str, Metric]]] = {

@@ -49,12 +49,12 @@ NodeEventKind = Literal[
 ]
 
 FLIGHT_PIPE_PREFIX = "fr_pipe_rank_"
-"""Name of the pipe that triggers a rank's flight recorder, before the rank and `.pipe`.
+"""Beginning of the name of the pipe that triggers a rank's flight recorder (NCCL's last
+collectives); the rank and `.pipe` follow.
 
-It lies in the heartbeat folder.
-"""
+It lies in the heartbeat folder."""
 FLIGHT_FILE_PREFIX = "fr_dump_rank_"
-"""Name of the file that a rank's flight recorder writes, before the rank."""
+"""Beginning of the name of the file that a rank's flight recorder writes; the rank follows."""
 
 
 @fsio.with_other_fields
@@ -104,31 +104,32 @@ def _are_threads(threads: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @fsio.with_other_fields
 class ProcessDump(TypedDict):
-    """Stacks and state of one process at one moment."""
+    """Stack dump of one process at one moment, with its state."""
 
     pid: int
     ppid: int
     role: Literal["rank", "decode", "agent", "helper"]
-    """`agent`: torchrun's agent; `helper`: any other process that a rank has started."""
+    """Role of the process. `agent`: torchrun's agent; `helper`: any other process that a rank has
+    started."""
     rank: int | None
-    """The process's rank, or the rank that started it."""
+    """The process's own rank, or the rank that started it."""
     command: str
     state: str
     """State letter of /proc/<pid>/stat: R S D T Z; empty: the process was gone."""
     cpu_seconds: float
     """User and system time of the process since its start, in seconds."""
     method: str
-    """The way in which the stacks were read: see `stacks.StackDump`."""
+    """The way in which the stacks were read (py-spy, signal ...): see `stacks.StackDump`."""
     threads: Annotated[list[dict[str, Any]], AfterValidator(_are_threads)]
-    """`stacks.ThreadStack`s as JSON, the main thread first."""
+    """The process's `stacks.ThreadStack`s as JSON, the main thread first."""
     raw: str
-    """Text from which no stacks could be parsed."""
+    """Text about the process from which no stacks could be parsed."""
     heartbeat: dict[str, Any] | None
-    """`Heartbeat.as_dict` of the process, read in the same round."""
+    """The process's heartbeat (`Heartbeat.as_dict`), read in the same round."""
 
 
 class Round(TypedDict):
-    """Dumps of all processes of a node at about the same moment."""
+    """Stack dumps of all processes of a node at about the same moment."""
 
     seconds: float
     """Seconds from the first round of the dump to this one."""
@@ -136,7 +137,7 @@ class Round(TypedDict):
 
 
 class NodeDump(TypedDict):
-    """Dumps of all processes of a run on one node, in several rounds.
+    """Stack dumps of all processes of a run on one node, in several rounds.
 
     It is the content of nodes/<host>/stacks/<token>.json.
     """
@@ -148,12 +149,13 @@ class NodeDump(TypedDict):
     launch: str
     rounds: list[Round]
     missing: list[dict[str, Any]]
-    """`Heartbeat.as_dict` of processes of the run that are gone without having ended normally."""
+    """Heartbeats (`Heartbeat.as_dict`) of the run's processes that are gone and did not end
+    normally."""
 
 
 @fsio.with_other_fields
 class StallAlarm(TypedDict):
-    """The alarm of a stall: heartbeat of the process whose phase exceeded its limit (seconds)."""
+    """Alarm of a stall: heartbeat of the process whose phase exceeded its limit (seconds)."""
 
     role: Literal["rank", "decode"]
     pid: fsio.Count
@@ -178,12 +180,12 @@ class DumpRequest(TypedDict):
     rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool
     stall: NotRequired[StallAlarm]
-    """The alarm, if the reason is a stall."""
+    """The alarm of the stall for which dumps are requested, if that is the reason."""
 
 
 @dataclass(frozen=True)
 class NodeDirectory:
-    """Paths and records of one node in a run directory."""
+    """Paths and records of one node of a run, below nodes/<host> in the run directory."""
 
     run: RunDirectory
     host: str
@@ -246,7 +248,7 @@ class NodeDirectory:
         return {}
 
     def write_dump(self, dump: NodeDump) -> Path:
-        """Write a node's answer to a dump request, and return its path."""
+        """Write this node's stack dump in answer to a request, and return its path."""
         path = self.dump_path(dump["token"])
         path.parent.mkdir(parents=True, exist_ok=True)
         fsio.write_text(path, json.dumps(dump, separators=(",", ":")) + "\n")
@@ -309,7 +311,7 @@ def read_events(run: RunDirectory) -> Iterator[dict[str, Any]]:
 
 
 def _in_order(events: Iterable[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the events of one file, each with a sort key that never decreases.
+    """Yield the events of one file of a node, each with a sort key that never decreases.
 
     The key is the latest time so far: a clock that is set back must not reorder the events of one
     node, and `heapq.merge` needs sorted input.
@@ -325,7 +327,7 @@ _FRESH_SECONDS = 60.0
 
 
 class _Turn(TypedDict):
-    """Event that begins or ends a launch of a run."""
+    """Event of a run that begins or ends a launch."""
 
     time: fsio.Time
     event: Literal["launched", "resumed", "finished", "interrupted", "diverged"]
@@ -336,12 +338,14 @@ class RunState:
     """The current state of a run: running, stalled, or the way in which its last launch ended."""
 
     kind: StateKind
-    """`stalled`: it runs, but a watcher has reported a stall; `dead`: its last launch failed or
-    ended without recording why; `interrupted`: a signal ended it, and the last step was saved."""
+    """State of the run. `stalled`: it runs, but a watcher has reported a stall; `dead`: its last
+    launch failed or ended without recording why; `interrupted`: a signal ended it, and the last
+    step was saved."""
     holder: Mapping[str, Any] | None
-    """The newest `LeaseRecord` of the run; None: it was never trained."""
+    """The newest `LeaseRecord` of the run, which names the process that trains it; None: it was
+    never trained."""
     silent_seconds: float | None
-    """Time since the newest modification of the run's files; None: there are no files."""
+    """Seconds since the newest modification of the run's files; None: there are no files."""
 
 
 def state(run: RunDirectory) -> RunState:
@@ -382,7 +386,7 @@ def _how_it_ended(run: RunDirectory) -> StateKind:
 
 
 def _is_stalled(run: RunDirectory, holder: Mapping[str, Any]) -> bool:
-    """Return True if the launch's newest stall was not cleared and no later step was done."""
+    """Return True if the run's newest stall was not cleared and no later step was done."""
     stall: dict[str, Any] | None = None
     found = (node.events() for node in all_nodes(run))
     # Sorted by time over all nodes: another node than the reporting one may clear a stall.

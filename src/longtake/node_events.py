@@ -29,7 +29,7 @@ _UNKNOWN_END = "not looked for since: its watcher was started again"
 
 @dataclass(frozen=True)
 class NodeEvent:
-    """One event of a clock, a link or a GPU of a node."""
+    """One event about a clock, a network link or a GPU of a node."""
 
     host: str
     kind: NodeEventKind
@@ -48,7 +48,7 @@ class NodeEvent:
 
 
 def recent(run: RunDirectory, seconds: float = RECENT_SECONDS, launch: str = "") -> list[NodeEvent]:
-    """Return the events of all nodes that began recently or still last, the newest first.
+    """Return the nodes' events of clocks, links and GPUs that are recent or last, newest first.
 
     Args:
         run: the run directory.
@@ -65,7 +65,7 @@ def recent(run: RunDirectory, seconds: float = RECENT_SECONDS, launch: str = "")
 
 
 def add_to(text: str, events: Sequence[NodeEvent]) -> str:
-    """Append a sentence that names `events` to a message; without events return it unchanged."""
+    """Append a sentence about node events to a message; without any, return it unchanged."""
     if not events:
         return text
     named = "; ".join(map(str, events[:_MOST_NAMED]))
@@ -129,7 +129,7 @@ def _begun(
 
 
 def _period_text(ages: Sequence[float]) -> str:
-    """Name the interval of a clock's last steps if it is regular: a cron job sets the clock."""
+    """Name the interval at which a clock was set, if it is regular: a cron job sets it."""
     gaps = [older - newer for older, newer in pairwise(ages[-_STEPS_OF_A_PERIOD:])]
     if len(gaps) + 1 < _STEPS_OF_A_PERIOD:
         return ""
@@ -141,7 +141,7 @@ def _period_text(ages: Sequence[float]) -> str:
 def _ended_by(
     event: Mapping[str, Any], lasting: Mapping[str, NodeEvent], still: Mapping[str, str]
 ) -> list[str]:
-    """Return the keys of lasting events that an event ends.
+    """Return the keys of lasting events (such as a slow link) that an event ends.
 
     A new watcher ends all of them, as it does not know them. `recovered` without a reason is about
     the clock and ends its slew; other events list all causes that still last.
@@ -155,7 +155,7 @@ def _ended_by(
 
 
 def _lasting_texts(event: Mapping[str, Any]) -> dict[str, str]:
-    """Return the texts of lasting conditions of clocks, links and GPUs that an event reports."""
+    """Return texts of the lasting problems of clocks, links and GPUs that an event reports."""
     if event["event"] == "clock_slewed":
         ppm = event.get("ppm")
         rate = f" by {abs(ppm):.0f} ppm" if isinstance(ppm, int | float) else ""

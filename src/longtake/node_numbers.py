@@ -24,14 +24,14 @@ CHECKPOINT: Final = "checkpoint_is_near"
 
 
 def by_device(numbers: Mapping[str, _T], name: str) -> dict[str, _T]:
-    """Select the numbers called `name`, by device; a number of the whole node has the key ""."""
+    """Select health numbers called `name`, by device; a number of the whole node has the key ""."""
     parts = ((key.partition(":"), each) for key, each in numbers.items())
     return {device: each for (found, _, device), each in parts if found == name}
 
 
 @dataclass(frozen=True)
 class HealthSignal:
-    """A health number that is compared with other nodes or with its own past."""
+    """Describes a health number that is compared with other nodes' or with its own past."""
 
     name: str  # without its device
     kind: str = ""  # kind of device, in messages
@@ -50,7 +50,7 @@ class HealthSignal:
 
 
 def _errors(name: str, counts: str, least: float, kind: str = "") -> HealthSignal:
-    """Return a signal for the error rate of a port; up to `least` per second is negligible."""
+    """Return a signal for a port's rate of errors; up to `least` per second is negligible."""
     return HealthSignal(name, kind, least=least, counts=counts)
 
 
@@ -87,7 +87,7 @@ SIGNALS: Final = (
     _errors("link_ack_timeouts_per_second", "retries for lack of an answer", 1.0),
     _errors("gpu_nvlink_errors_per_second", "errors of NVLinks", 1.0, "GPU"),
 )
-"""Health numbers that a watcher judges, window by window."""
+"""Health numbers that a node's watcher compares, window (sample) by window."""
 
 _TEMPERATURE = HealthSignal(
     "gpu_temperature_celsius", "GPU", "temperature", "°C", "higher", 0.1, needs=USE
@@ -105,26 +105,25 @@ ERROR_COUNTS: Final = {
     "cgroup_oom_kills_total": "the kernel has killed {count:.0f} processes for lack of memory",
     "link_downed_total": "the link {device} went down for a moment",
 }
-"""Message for each counter whose increase is an error."""
+"""Message for each counter of errors; its increase is reported."""
 
 CAUSES: Final = ("clock_", "link_", "peer_", "gpu_")
-"""Prefixes of numbers that can be the cause of a stall: clocks, links and GPUs.
+"""Prefixes of health numbers that can be the cause of a stall: clocks, links and GPUs.
 
-Deviations of disks and CPUs are as often its effect.
-"""
+Deviations of disks and CPUs are as often its effect."""
 
 
 @dataclass(frozen=True)
 class NodeColumn:
-    """A column of the table of nodes; it shows the value of a node's worst device."""
+    """A column of the table of nodes; a node's cell shows the value of its worst device."""
 
     number: str
     text: Callable[[float], str]
     worse: Literal["higher", "lower"]
     marked_by: tuple[str, ...] = ()
-    """Prefixes of the signals whose alarm highlights the cell."""
+    """Prefixes of the health signals whose alarm highlights a cell of the column."""
     is_drawn: bool = True
-    """True: the board plots it over time."""
+    """True: the board plots the column's number over time."""
 
     def worst(self, values: Sequence[float]) -> float:
         return max(values) if self.worse == "higher" else min(values)
@@ -161,7 +160,7 @@ _KNOWN: Final = {
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Select the numbers of a line of health.jsonl that are compared or shown."""
+    """Select the health numbers of a line of health.jsonl that are compared or shown."""
     return {
         name: float(x)
         for name, x in record.items()
@@ -170,7 +169,7 @@ def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def columns_of(numbers: Mapping[str, float]) -> dict[str, float]:
-    """Return the value of each column of the table of nodes, from the worst device."""
+    """Return a node's value for each column of the table of nodes, from its worst device."""
     values = {label: by_device(numbers, each.number) for label, each in COLUMNS.items()}
     return {label: COLUMNS[label].worst([*own.values()]) for label, own in values.items() if own}
 
@@ -187,7 +186,7 @@ _FAR, _FAR_OF_HEALTHY = 6.0, 2.0  # multiples of the measured spread, and of hea
 
 
 def find_far(values: Mapping[_K, float], signal: HealthSignal) -> dict[_K, float]:
-    """Return the values that are now far worse than the median of all values.
+    """Return those values of a health number that are far worse than the median of all.
 
     Pages use it on current numbers. A watcher's `OutlierDetector` judges whole windows and reports
     fewer outliers.

@@ -37,7 +37,7 @@ _STARTING_PHASES: dict[str, str] = {
 
 
 class StepProgress:
-    """Display of loss, steps per second and the time left, averaged over the later half of steps.
+    """Display of a training's loss, speed and time left, averaged over the later half of steps.
 
     The first step of a launch is left out: it also compiles kernels and reserves memory.
     """
@@ -53,7 +53,7 @@ class StepProgress:
         self._last_line = time.monotonic()
 
     def update(self, metrics: Metrics) -> None:
-        """Add the metrics of one step, and redraw the bar or print a line if it is time."""
+        """Add the metrics of a training step; redraw the bar or print a line if it is time."""
         if metrics["loss"] is not None:
             before = metrics["loss"] if self._loss is None else self._loss
             # Over about 20 steps, as single losses vary with the sigmas that were drawn.
@@ -86,7 +86,7 @@ class StepProgress:
 
 @contextmanager
 def step_progress(console: Console, start: int, total: int) -> Iterator[StepProgress]:
-    """Show a `StepProgress` from step `start` to step `total` within the block."""
+    """Show the progress of a training from step `start` to step `total` within the block."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -105,7 +105,7 @@ def starting_phase() -> str | None:
 def phase_lines(
     console: Console, first: str, now: Callable[[], str | None] | None = None
 ) -> Iterator[Callable[[str], None]]:
-    """Print the name of each phase that lasts longer than a second, until the block ends.
+    """Print the name of each phase of long work that lasts over a second, until the block ends.
 
     Args:
         console: console to print to.
@@ -143,7 +143,7 @@ def phase_lines(
 
 
 def answer_to(received: signal.Signals, ranks: Iterable[heartbeat.Heartbeat]) -> str:
-    """Return the answer to a stop signal: its effect, and the ranks that it waits for."""
+    """Return the text that answers a stop signal: its effect, and the ranks still awaited."""
     groups: dict[str, list[heartbeat.Heartbeat]] = defaultdict(list)
     # Longest in its phase first: it is the likely reason for which the others wait.
     for each in sorted(ranks, key=lambda each: -each.seconds):

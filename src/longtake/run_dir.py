@@ -44,7 +44,8 @@ from longtake.metrics import Metrics
 from longtake.process import command, host_identity
 
 LAUNCH_VARIABLE = "LONGTAKE_LAUNCH"
-"""Environment variable of a rank: identifier of its `longtake launch`, equal on all nodes."""
+"""Environment variable of a rank: identifier of the `longtake launch` that started it, equal on all
+nodes."""
 
 COMPUTING_PACKAGES = (
     *("torch", "torchao", "triton", "diffusers", "transformers", "tokenizers", "peft"),
@@ -96,7 +97,7 @@ def skipped_batches(rolled_back: Mapping[str, Any]) -> str:
 
 
 class RolledBack(TypedDict):
-    """One rollback: a line of rollbacks.jsonl.
+    """One rollback (the guard went back to a checkpoint): a line of rollbacks.jsonl.
 
     The skipped batches stay skipped, whichever checkpoint the run is resumed from.
     """
@@ -114,7 +115,7 @@ class RolledBack(TypedDict):
 
 @fsio.with_other_fields
 class Launch(TypedDict):
-    """One launch (a start of the ranks) as run.json lists it."""
+    """One launch of a run (a start of its ranks), as run.json lists it."""
 
     time: fsio.Time
     host: str
@@ -132,7 +133,7 @@ class Identity(TypedDict):
 
 
 class Parent(TypedDict):
-    """The run whose weights a run began with (`longtake train --from`)."""
+    """The parent of a run: the run with whose weights it began (`longtake train --from`)."""
 
     path: str
     """Absolute path of the parent's run directory."""
@@ -279,7 +280,7 @@ EVENT: Final = fsio.by_field(
 
 
 class ReportedSample(TypedDict):
-    """A training sample in a guard report, from one of the steps before the verdict."""
+    """A training sample in a guard's report, from one of the steps before the verdict."""
 
     step: fsio.Count
     batch: fsio.Count
@@ -294,7 +295,7 @@ class ReportedSample(TypedDict):
 
 @fsio.with_other_fields
 class ReportedVerdict(TypedDict):
-    """The guard's verdict in its report; `began` is the step at which the anomaly began."""
+    """The guard's verdict on a step in its report; `began`: the step at which the anomaly began."""
 
     kind: str
     reason: str
@@ -304,7 +305,7 @@ class ReportedVerdict(TypedDict):
 
 @fsio.with_other_fields
 class ReportedState(TypedDict):
-    """The state around a verdict: step of the checkpoint that the run could go back to."""
+    """The state of the run around a verdict: the checkpoint's step that it could go back to."""
 
     checkpoint: fsio.Count | None
 
@@ -314,7 +315,7 @@ class GuardReport(TypedDict):
     """The guard's report on a verdict: the content of guard/step_00001234_0.json."""
 
     step: fsio.Count
-    """Number of steps done before the one that was judged."""
+    """Number of steps done before the step that the guard judged."""
     batch: NotRequired[fsio.Count | None]
     verdict: ReportedVerdict
     samples: list[ReportedSample]
@@ -322,7 +323,7 @@ class GuardReport(TypedDict):
 
 
 def last_ending(kinds: Iterable[str]) -> RunEnding | None:
-    """Return how the last launch ended, from the kinds of a run's events in order.
+    """Return how the run's last launch ended, from the kinds of the run's events in order.
 
     None: no ending is recorded, because the launch still runs or was killed.
     """
@@ -337,7 +338,7 @@ def last_ending(kinds: Iterable[str]) -> RunEnding | None:
 
 
 class _Below:
-    """Descriptor of a file or folder of a run: reads as its path."""
+    """Descriptor of a file or folder in a run directory: reads as its path."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -348,7 +349,7 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths and records of one run."""
+    """Paths and records of one run, in its run directory."""
 
     path: Path
 
@@ -382,7 +383,7 @@ class RunDirectory:
         return self.path / "evaluations" / preset / f"step_{step:08d}"
 
     def checkpoint_folders(self) -> list[int]:
-        """Return the steps of all checkpoint folders, committed or not, in ascending order."""
+        """Return the steps of all checkpoint folders, complete or not, in ascending order."""
         folder = self.checkpoints_path
         names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
         steps = (name.removeprefix("step_") for name in names if name.startswith("step_"))
@@ -401,7 +402,7 @@ class RunDirectory:
         return self.recipe_path.is_file()
 
     def recipe(self) -> config.Recipe:
-        """Load the recipe of the newest launch, with all --set changes.
+        """Load the recipe of the run's newest launch, with all its --set changes.
 
         Raises:
             RunError: there is no run here.
@@ -414,7 +415,7 @@ class RunDirectory:
         return config.load(self.recipe_path)
 
     def claim(self, recipe: config.Recipe) -> None:
-        """Make sure that a run of this recipe can be kept here; writes no record yet.
+        """Make sure that a run of this recipe can be kept in this folder; writes no record yet.
 
         Raises:
             RecipeChangedError: the folder holds a run of another recipe.
@@ -434,7 +435,7 @@ class RunDirectory:
             fsio.make_writable(self.path)
 
     def create(self, recipe: config.Recipe, parent: Parent | None = None) -> None:
-        """Begin a run here: write run.json, then recipe.toml, whose presence makes it a run."""
+        """Begin a run in this folder: write run.json, then recipe.toml, which makes it a run."""
         # Folders of two runs may have the same name, such as on two machines.
         run_id = f"{self.path.resolve().name}-{secrets.token_hex(4)}"
         with self._writing():
@@ -450,7 +451,7 @@ class RunDirectory:
             fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
 
     def adopt(self, recipe: config.Recipe) -> None:
-        """Replace recipe.toml by the recipe of the resuming launch, which `claim` has accepted."""
+        """Replace recipe.toml by the resuming launch's recipe, which `claim` has accepted."""
         if self.recipe() != config.kept(recipe):
             with self._writing():
                 fsio.write_text(self.recipe_path, config.dump(config.kept(recipe)))
@@ -525,7 +526,7 @@ class RunDirectory:
         return f"{command()} train {shlex.quote(str(self.recipe_path))}{moved}"
 
     def record_launch(self, **facts: Any) -> None:
-        """Add a launch (host, time, versions and `facts`) to run.json."""
+        """Add a launch (host, time, versions and further `facts`) to the list in run.json."""
         launch = {
             "time": fsio.now(),
             "host": socket.gethostname(),
@@ -614,7 +615,7 @@ class RunDirectory:
 
 
 def beside(path: Path) -> Path:
-    """Return a free folder for a new run: `path`, or the first free of path-2, path-3, ...
+    """Return a free folder for a new run: `path`, or the first free one of path-2, path-3, ...
 
     A folder is free if it does not exist or is empty.
     """
@@ -626,7 +627,7 @@ def beside(path: Path) -> Path:
 
 
 def package_versions() -> dict[str, str]:
-    """Return the installed versions of `COMPUTING_PACKAGES`, by name."""
+    """Return the installed versions of the packages that can change results, by name."""
     found = {}
     for name in COMPUTING_PACKAGES:
         with suppress(metadata.PackageNotFoundError):

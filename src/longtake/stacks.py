@@ -29,12 +29,12 @@ from typing import Any, TextIO
 from longtake.process import read_stat
 
 SIGNAL = signal.SIGUSR2
-"""Signal at which a process writes its stacks. SIGUSR1 is Slurm's warning before a time limit."""
+"""Signal at which a process writes its stacks. (SIGUSR1 is Slurm's warning before a time limit.)"""
 
 Call = tuple[str, str, int]
-"""One call of a stack: function, file and line."""
+"""One call of a thread's stack: function, file and line."""
 Stack = tuple[Call, ...]
-"""Calls of one thread, innermost first."""
+"""Stack: the calls of one thread, innermost first."""
 
 _SET_PTRACER, _ANYONE = 0x59616D61, ctypes.c_ulong(-1)  # from linux/prctl.h
 _NATIVE_SECONDS, _OTHER_SECONDS = 4.0, 2.0
@@ -58,7 +58,7 @@ _LIBRARIES = ("torch/", "torchgen/", "functorch/", "triton/", "numpy/")
 
 @dataclass(frozen=True)
 class Frame:
-    """One call of a stack; `line` is 0 in code without line numbers."""
+    """One call of a thread's stack; `line` is 0 in code without line numbers."""
 
     function: str
     file: str
@@ -70,7 +70,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class ThreadStack:
-    """A thread's stack, innermost call first."""
+    """A thread with its stack, innermost call first."""
 
     name: str
     is_active: bool
@@ -80,7 +80,7 @@ class ThreadStack:
 
 @dataclass(frozen=True)
 class StackDump:
-    """The stacks of a process's threads, and its state."""
+    """Stack dump of a process: the stacks of its threads, and its state."""
 
     pid: int
     state: str  # in /proc: R runs, S waits, D waits for a device, T stopped, Z zombie; empty: gone
@@ -139,7 +139,7 @@ def stack_file(folder: Path, pid: int) -> Path:
 
 
 def dump_process(pid: int, signal_file: Path | None = None, native: bool = True) -> StackDump:
-    """Dump a process's stacks within some seconds; the process continues.
+    """Dump the stacks of a process within some seconds; the process continues.
 
     Args:
         pid: the process.
@@ -168,7 +168,7 @@ _PROC_FILES = ("status", "wchan", "stack", "syscall")
 
 
 def dump_all(processes: Mapping[int, Path | None]) -> dict[int, StackDump]:
-    """Dump several processes in parallel, given as pid and signal file, without C calls."""
+    """Dump the stacks of processes in parallel, given as pid and signal file, without C calls."""
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dump") as threads:
         begun = {
             pid: threads.submit(dump_process, pid, file, False) for pid, file in processes.items()
@@ -195,7 +195,7 @@ def read_native_stacks(pids: Sequence[int], seconds: float) -> dict[int, tuple[T
 
 
 def parse_faulthandler(pid: int, text: str, state: str = "") -> StackDump:
-    """Parse the text that faulthandler writes at a signal or at a crash."""
+    """Parse stacks from the text that Python's faulthandler writes at a signal or at a crash."""
     threads: list[tuple[str, bool, list[Frame]]] = []
     for line in text.splitlines():
         if begun := _THREAD_LINE.fullmatch(line):
@@ -224,7 +224,7 @@ def _py_spy_options(state: str, native: bool) -> tuple[tuple[str, ...], ...]:
 
 
 def _by_py_spy(pid: int, options: Sequence[str], seconds: float) -> tuple[ThreadStack, ...] | None:
-    """Return a process's threads, the main thread first; empty: unreadable; None: not in time.
+    """Return a process's thread stacks by py-spy, main first; empty: unreadable; None: too late.
 
     With --nonblocking the process is not paused, and the stacks may be inconsistent; --native
     pauses it for a tenth of a second or more.
@@ -276,7 +276,7 @@ def _thread_stack(found: dict[str, Any]) -> ThreadStack:
 
 
 def _by_signal(pid: int, file: Path) -> str:
-    """Send SIGUSR2 to a process and return the stacks that it writes to `file`.
+    """Send SIGUSR2 to a process, and return the text of the stacks that it writes to `file`.
 
     Empty: the process does not answer, or has no handler.
     """
@@ -310,7 +310,7 @@ def common_calls(stacks: Sequence[Stack]) -> Stack:
 
 
 def python_stack(thread: Mapping[str, Any]) -> Stack:
-    """Return the Python calls of a `ThreadStack` in JSON, innermost first.
+    """Return the Python calls of a `ThreadStack` that was read from JSON, innermost first.
 
     C calls are dropped, so that stacks read with and without them compare equal.
     """
@@ -341,7 +341,7 @@ def is_library_file(file: str) -> bool:
 
 
 def short_file(file: str) -> str:
-    """Shorten a file's path to start at its package; a path outside of packages is unchanged."""
+    """Shorten the path of a source file to start at its package; other paths stay as they are."""
     if found := _PACKAGES.match(file) or _STANDARD.match(file):
         return file[found.end() :]
     _, ours, rest = file.rpartition("/longtake/")

@@ -22,14 +22,16 @@ from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory, refuse_moved
 
 MIRROR_NOTE = Path(".source") / ".of.json"
-"""Path of the note that names a mirror's source, in a folder of mirrors or a mirrored run."""
+"""Path of the note that names a mirror's source, in a folder of mirrored runs or in a mirrored
+run."""
 _OF_A_RUN = ("run.json", "metrics.jsonl", "checkpoints")
 PLAIN: Final[Mapping[tuple[str, str], Any]] = {}
-"""No allowed names: a `RestrictedUnpickler` then reads containers, numbers and strings only."""
+"""No allowed names of classes: a `RestrictedUnpickler` then reads containers, numbers and strings
+only."""
 
 
 class TrustError(errors.RunError):
-    """A run names code, but was not begun by this user on this host."""
+    """Error: a run names code, but was not begun by this user on this host."""
 
 
 def run_around(path: Path) -> RunDirectory | None:
@@ -45,7 +47,7 @@ def is_mirror(run: Path) -> bool:
 
 
 def is_own(run: RunDirectory) -> bool:
-    """Return True if this user began the run on this host, and it is not a mirror."""
+    """Return True if this user began the run on this host, and it is no mirror of another run."""
     # The record alone proves nothing: it may be copied with the run. The owner of the files shows
     # whether somebody else could have written them.
     try:
@@ -58,7 +60,7 @@ def is_own(run: RunDirectory) -> bool:
 
 
 def training_classes(recipe: config.Recipe) -> dict[str, str]:
-    """Return the users' classes that training imports, by the recipe key that names each."""
+    """Return the user's own classes that training imports, by the recipe key that names each."""
     sections = recipe.trainable.modules.items()
     found = {f"trainable.modules.{name}.module": section.module for name, section in sections}
     found |= {"model.family": recipe.model.family, "optimizer.kind": recipe.optimizer.kind}
@@ -127,7 +129,7 @@ def load_recipe(
 
 
 def import_class(path: str, setting: str) -> Any:
-    """Import the class "package.module:Class"; the current directory comes first in the path.
+    """Import a user's class "package.module:Class", first from the current directory.
 
     Args:
         path: module and class.
@@ -155,7 +157,7 @@ def import_class(path: str, setting: str) -> Any:
 
 
 def _refuse_file_of_a_run(path: str, setting: str) -> None:
-    """Refuse a module if its file, or that of a package above it, lies in a run directory.
+    """Refuse a class whose module, or a package above it, has its file in a run directory.
 
     The files are only located, part by part: `importlib.util.find_spec` would run the packages.
     """
@@ -234,7 +236,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         return self._allowed[module, name]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Refuse references to objects outside of the file.
+        """Refuse a pickle's references to objects outside of its file.
 
         Raises:
             pickle.UnpicklingError: always.
