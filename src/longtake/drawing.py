@@ -88,7 +88,7 @@ class Grid:
         return max(widths) + _MARGIN, self._tops[-1] + _MARGIN - _ROW_GAP
 
     def draw(self) -> Image.Image:
-        """Draw the page as an RGB picture."""
+        """Draw the grid of pictures as one RGB picture."""
         page = Image.new("RGB", self.size, PAPER)
         pen = ImageDraw.Draw(page)
         draw_text(pen, (_MARGIN, _MARGIN), self.title, TITLE_SIZE, INK)
@@ -134,7 +134,7 @@ def side_by_side(pictures: Sequence[Image.Image], gap: int, background: str = PA
 
 
 def resized(picture: Image.Image, size: Size) -> Image.Image:
-    """Resize a picture; enlarged at least twice, its pixels stay sharp squares."""
+    """Resize a picture; if enlarged at least twice, its pixels stay sharp squares."""
     if picture.size == size:
         return picture
     is_enlarged = size[0] >= 2 * picture.width

@@ -50,7 +50,7 @@ class VideoScores(TypedDict):
     """One sampled video of an evaluation result, with its measures."""
 
     file: fsio.FileName
-    """Name of the video file in the folder of scores.json."""
+    """Name of the sampled video's file in the folder of scores.json."""
     prompt: str
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     measures: dict[str, float]
@@ -81,12 +81,12 @@ class Scores(TypedDict):
     server: str
     """Name of the evaluation server, which is also that of its folder in evaluations/servers/."""
     settings: dict[str, Any]
-    """The preset's settings, as preset.json holds them, without its prompts."""
+    """The sampling settings of the preset, as preset.json holds them, without its prompts."""
     videos: list[VideoScores]
     measures: dict[str, float]
-    """Mean of each measure over the videos."""
+    """Mean of each measure over the checkpoint's videos."""
     held_out: NotRequired[dict[str, float]]
-    """Flow-matching loss on held-out clips, by sigma, and their `mean`."""
+    """Flow-matching loss on held-out clips by noise level (sigma), and the `mean` of these."""
     alarms: list[Alarm]
     seconds: dict[str, fsio.Finite]
     """Seconds of each part of the evaluation: wait load first_video sample measure write ..."""
@@ -122,7 +122,9 @@ class Scene(NamedTuple):
     prompt: str
     seed: int
     pictures: tuple[tuple[str, str], ...] = ()
-    """Name and digest of each further input, see `longtake.sampling.preset_files.InputFile`."""
+    """Name and digest of each input besides the prompt, such as a picture.
+
+    See `longtake.sampling.preset_files.InputFile`."""
 
 
 def files_by_scene(scores: Scores) -> dict[Scene, str]:
@@ -152,7 +154,7 @@ class ServerHeartbeat(TypedDict):
     beat: NotRequired[fsio.Count]
     doing: NotRequired[dict[str, Any] | None]
     ended: NotRequired[str | None]
-    """Time at which the server ended; None: it has not."""
+    """Time at which the evaluation server ended; None: it has not."""
 
 
 @dataclass(frozen=True)
@@ -228,7 +230,7 @@ class ServerDirectory:
         return self.path / "heartbeat.json"
 
     def append_event(self, kind: ServerEventKind, /, **fields: Any) -> None:
-        """Append one line to the server's events.jsonl.
+        """Append one line to the evaluation server's events.jsonl.
 
         Raises:
             OSError: the file cannot be written.
@@ -261,7 +263,7 @@ class ServerDirectory:
         return None
 
     def remove_heartbeat(self) -> None:
-        """Remove the heartbeat of a dead server; symbolic links are not followed."""
+        """Remove the heartbeat file of a dead evaluation server; links are not followed."""
         # A server that was killed while it wrote has left the partial file.
         for path in (self.heartbeat_path, fsio.partial_path(self.heartbeat_path)):
             if not fsio.is_linked(path, self.run.path):

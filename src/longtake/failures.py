@@ -81,7 +81,7 @@ def failure_of(
     log: str | None = None,
     source: FailureSource = "rank",
 ) -> RankFailure:
-    """Build the failure record of the rank with this heartbeat, on this host.
+    """Build the record of the failure of the rank that has this heartbeat, on this host.
 
     Args:
         heartbeat: the rank's heartbeat.

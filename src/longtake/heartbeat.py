@@ -162,7 +162,7 @@ class Heartbeat:
         return process.start_ticks(self.pid) == self.started
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all fields of the heartbeat except its timings, as JSON values."""
+        """Return the heartbeat's fields except its timings as JSON values."""
         names = ("role", "pid", "rank", "local_rank", "world_size", "launch", "step", "steps_done")
         facts = {name: getattr(self, name) for name in names}
         facts |= {"phase": self.phase, "seconds": round(self.seconds, 3), "detail": self.detail}
@@ -219,7 +219,7 @@ class HeartbeatWriter:
             page.clip = text.encode(errors="replace")[-_CLIP_BYTES:]
 
     def set_phase(self, phase: Phase, detail: str | None = None, clip: str = "") -> None:
-        """Record that this process begins a phase, which ends the current one.
+        """Record that this process begins a phase, such as saving; this ends the current one.
 
         Args:
             phase: the phase that begins.
@@ -359,7 +359,7 @@ _is_first_session = True  # only the first session's start phase includes the in
 
 @contextmanager
 def heartbeat_session(writer: HeartbeatWriter) -> Iterator[HeartbeatWriter]:
-    """Use `writer` for this process's heartbeat within the block, and close it at the end.
+    """Use `writer` for this process's heartbeat within the block, and close the page at the end.
 
     A LongtakeError, Ctrl-C and SystemExit also close it. After any other exception the page keeps
     its last phase, so that a watcher sees where the process failed.

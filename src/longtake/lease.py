@@ -34,7 +34,8 @@ class LeaseRecord(TypedDict):
     host: str
     pid: Count
     place: str | None
-    """Boot id and pid namespace of the holder, within which `pid` and `started` are valid."""
+    """Boot id and pid namespace of the holder's machine, within which `pid` and `started` are
+    valid."""
     started: Count | None
     """Start of the holder's process, in clock ticks since boot."""
     time: Time
@@ -95,7 +96,7 @@ class Lease:
         return _count(self.folder) == self.number + 1
 
     def renew(self, **facts: Any) -> None:
-        """Increment the lease's `beat`, and write `facts` into its record.
+        """Renew the lease: increment its `beat`, and write `facts` into its record.
 
         Raises:
             OSError: the lease's file cannot be written.

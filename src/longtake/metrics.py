@@ -38,7 +38,7 @@ _Number = fsio.Finite | None  # None: NaN or infinite
 
 @fsio.with_other_fields
 class Metrics(TypedDict):
-    """The metrics of one step: a line of metrics.jsonl.
+    """The metrics of one training step: a line of metrics.jsonl.
 
     `inspection.rows` keeps each field that has a `Metric` as a column. A step that is run again
     (after a resume or a rollback) has another line; earlier lines of this and later steps are void.
@@ -59,7 +59,7 @@ class Metrics(TypedDict):
     step_seconds: Annotated[fsio.Finite, Metric("step", "s", panel="seconds", dtype="<f8")]
     """Time since the end of the last step, including data loading and checkpoints in between."""
     data_seconds: Annotated[fsio.Finite, Metric("wait for data", "s", panel="seconds")]
-    """Time that the step waited for its batch."""
+    """Time that the step waited for its batch of data."""
     time: Annotated[fsio.Timestamp, Metric(dtype="<f8")]
     """End of the step, in seconds since 1970."""
     tflops_per_second: NotRequired[
@@ -71,7 +71,7 @@ class Metrics(TypedDict):
     """Model FLOPs utilisation: `tflops_per_second` as a fraction of all GPUs' peak by their data
     sheets. Missing for GPUs whose peak is unknown."""
     launch: NotRequired[str]
-    """The `token` in the lease of the process that wrote the line."""
+    """The launch that wrote the line, as the `token` in its lease."""
     batch: NotRequired[Annotated[fsio.Count, Metric(dtype="<i8")]]
     """Number of the batch in the run's data; greater than the step after skipped batches."""
     num_samples: NotRequired[Annotated[fsio.Count, Metric()]]
@@ -116,11 +116,11 @@ class Metrics(TypedDict):
     nonfinite_share: NotRequired[fsio.Finite]
     """Fraction of gradient elements that are NaN or infinite."""
     group_grad_norms: NotRequired[dict[str, _Number]]
-    """Gradient norm of each group of parameters."""
+    """Gradient norm of each group of parameters, by the group's name."""
     group_weight_norms: NotRequired[dict[str, _Number]]
-    """Weight norm of each group of parameters."""
+    """Weight norm of each group of parameters, by the group's name."""
     group_update_ratios: NotRequired[dict[str, _Number]]
-    """Update ratio of each group of parameters."""
+    """Update ratio (see `update_ratio`) of each group of parameters, by the group's name."""
     store_bytes: NotRequired[fsio.Count]
     """Bytes that rank 0's decode workers fetched from object stores since the last step."""
     store_seconds: NotRequired[fsio.Finite]

@@ -69,7 +69,7 @@ class _RankEntry(TypedDict):
 
 @fsio.with_other_fields
 class _NodeHeartbeat(TypedDict):
-    """Fields of nodes/<host>/heartbeat.json that readers use."""
+    """Fields of nodes/<host>/heartbeat.json that longtake's readers use."""
 
     pid: NotRequired[fsio.Count]
     beat: NotRequired[fsio.Count]
@@ -115,7 +115,7 @@ class ProcessDump(TypedDict):
     """The process's own rank, or the rank that started it."""
     command: str
     state: str
-    """State letter of /proc/<pid>/stat: R S D T Z; empty: the process was gone."""
+    """Process state letter of /proc/<pid>/stat: R S D T Z; empty: the process was gone."""
     cpu_seconds: float
     """User and system time of the process since its start, in seconds."""
     method: str
@@ -175,7 +175,7 @@ class DumpRequest(TypedDict):
     token: Annotated[str, Field(pattern="^[0-9A-Za-z_-]{1,200}$")]
     time: fsio.Time
     by: fsio.FileName
-    """Host of the node that requests the dumps."""
+    """Host name of the node that requests the dumps."""
     reason: Literal["stall", "asked"]
     rounds: Annotated[int, Field(ge=1, le=100)]
     native: bool

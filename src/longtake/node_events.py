@@ -75,7 +75,7 @@ def add_to(text: str, events: Sequence[NodeEvent]) -> str:
 
 
 def of_node(node: NodeDirectory, heartbeat: Mapping[str, Any] | None = None) -> list[NodeEvent]:
-    """Return all events of a node's clock, links and GPUs, oldest first.
+    """Return all events of a node's clock, network links and GPUs, oldest first.
 
     The result is empty if the node's file of events cannot be read.
     """

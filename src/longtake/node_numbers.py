@@ -97,7 +97,7 @@ SHOWN_SIGNALS: Final = tuple(
     each if each.name == "step_work_seconds" else replace(each, against=_BOTH)
     for each in (*SIGNALS, _TEMPERATURE)
 )
-"""Health numbers that `longtake health` compares: also temperature, which is never an alarm."""
+"""Health numbers that `longtake health` compares: also temperature, which never causes an alarm."""
 
 ERROR_COUNTS: Final = {
     "gpu_ecc_uncorrected_total": "{count:.0f} uncorrectable memory errors of GPU {device}",

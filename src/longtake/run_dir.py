@@ -104,11 +104,12 @@ class RolledBack(TypedDict):
 
     time: fsio.Time
     from_step: fsio.Count
-    """Number of steps done before the rollback."""
+    """Number of steps done before the rollback began."""
     to_step: fsio.Count
-    """Step of the checkpoint that the run went back to."""
+    """Step of the checkpoint to which the rollback returned."""
     skipped: fsio.Span
-    """Half-open range [first, end) of batch numbers that are never trained again."""
+    """Half-open range [first, end) of batch numbers that are never trained again after the
+    rollback."""
     reason: str
     message: str
 
@@ -136,12 +137,12 @@ class Parent(TypedDict):
     """The parent of a run: the run with whose weights it began (`longtake train --from`)."""
 
     path: str
-    """Absolute path of the parent's run directory."""
+    """Absolute path of the parent's run directory (the parent's weights were the start)."""
     id: str
     step: fsio.Count
-    """Step of the parent's checkpoint."""
+    """Step of the parent's checkpoint with which the run began."""
     weights_only: bool
-    """True: the weights were taken without the optimizer states."""
+    """True: the run took the parent's weights without the optimizer states."""
 
 
 FORMAT: Final = 1
@@ -161,7 +162,7 @@ class RunRecord(TypedDict):
 
 @fsio.with_other_fields
 class EventBase(TypedDict):
-    """The fields of each line of an events.jsonl: the run's, a node's or an evaluation server's."""
+    """Fields of each line of an events.jsonl: of the run, a node or an evaluation server."""
 
     time: fsio.Time
     event: str
@@ -543,7 +544,7 @@ class RunDirectory:
             fsio.write_json(self.record_path, {**record, "launches": [*record["launches"], launch]})
 
     def record(self) -> RunRecord:
-        """Read run.json.
+        """Read the run's run.json.
 
         Raises:
             RunError: run.json is missing or damaged.
@@ -560,7 +561,7 @@ class RunDirectory:
         return fsio.read_records(self.events_path, EVENT)
 
     def append_event(self, kind: EventKind, **fields: Any) -> None:
-        """Append one line to events.jsonl, stamped with the time.
+        """Append an event as one line to the run's events.jsonl, stamped with the time.
 
         Raises:
             RunError: the run directory cannot be written.
@@ -569,7 +570,7 @@ class RunDirectory:
             fsio.append_json(self.events_path, {"time": fsio.now(), "event": kind, **fields})
 
     def write_record(self, path: Path, record: Mapping[str, Any]) -> None:
-        """Replace a JSON file of the run, such as the one at `guard_report_path`, atomically.
+        """Replace a JSON file of the run atomically, such as the one at `guard_report_path`.
 
         Raises:
             RunError: the run directory cannot be written.
@@ -579,7 +580,7 @@ class RunDirectory:
             fsio.write_json(path, record)
 
     def append_rollback(self, rolled_back: RolledBack) -> None:
-        """Append one line to rollbacks.jsonl and flush it to disk.
+        """Append a rollback as one line to rollbacks.jsonl, and flush it to disk.
 
         Raises:
             RunError: the run directory cannot be written.
@@ -603,7 +604,10 @@ class RunDirectory:
         return fsio.read_records(self.metrics_path, Metrics)
 
     def metrics(self) -> list[Metrics]:
-        """Return the metrics of each step, without those that a rollback or resume abandoned."""
+        """Return the metrics of each step of the run, without steps that it abandoned.
+
+        A rollback, or a resume from an older checkpoint, abandons the steps after it.
+        """
         # The file is append-only: after a rollback or a resume from an older checkpoint, steps
         # repeat, and the later line of a step replaces all earlier ones from that step on.
         kept: list[Metrics] = []
@@ -636,7 +640,7 @@ def package_versions() -> dict[str, str]:
 
 
 def _revision() -> dict[str, str]:
-    """Return the git revision as `revision` if longtake runs from a checkout, else nothing."""
+    """Return longtake's git revision as `revision` if it runs from a checkout, else nothing."""
     git, checkout = shutil.which("git"), Path(__file__).resolve().parents[2]
     # Installed in an environment inside somebody's repository, git would describe theirs.
     if git is None or not (checkout / ".git").exists():

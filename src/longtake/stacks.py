@@ -53,7 +53,7 @@ _call = itemgetter("function", "file", "line")
 _PACKAGES = re.compile(r".*/(?:site|dist)-packages/")
 _STANDARD = re.compile(r".*/lib(?:64)?/python3(?:\.\d+)?t?/|.*/python3\d*\.zip/|(?=<frozen )")
 _LIBRARIES = ("torch/", "torchgen/", "functorch/", "triton/", "numpy/")
-"""Packages whose frames `user_frame` skips to find the calling line."""
+"""Packages whose calls `user_frame` skips to find the line of the user's code."""
 
 
 @dataclass(frozen=True)
@@ -212,7 +212,7 @@ def parse_faulthandler(pid: int, text: str, state: str = "") -> StackDump:
 
 
 def _py_spy_options(state: str, native: bool) -> tuple[tuple[str, ...], ...]:
-    """Return py-spy's options in the order to try them.
+    """Return py-spy's options in the order in which to try them on a process.
 
     Some come twice: reading a running process may fail once and succeed the next time.
     """
@@ -357,7 +357,7 @@ def state_of(pid: int) -> str:
 
 
 def parents() -> dict[int, int]:
-    """Return the parent's pid of each process on this machine, by pid."""
+    """Return the pid of the parent process of each process on this machine, by pid."""
     found: dict[int, int] = {}
     with suppress(OSError):
         for path in Path("/proc").iterdir():
@@ -386,7 +386,7 @@ def descendants(
 
 
 def _read(path: Path | str) -> str:
-    """Read a file; empty: it is missing or cannot be read."""
+    """Read a file of /proc or of stacks; empty: it is missing or cannot be read."""
     try:
         return Path(path).read_text(errors="replace")
     except OSError:

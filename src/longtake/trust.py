@@ -82,7 +82,7 @@ def named_code(recipe: config.Recipe, *, with_hook: bool) -> list[str]:
 def refuse_foreign_code(
     run: RunDirectory, *, trust: bool, with_hook: bool = False, recipe: config.Recipe | None = None
 ) -> None:
-    """Refuse a run that names code, unless this user began it on this host or trusts it.
+    """Refuse a run that names own code, unless this user began it on this host or trusts it.
 
     Args:
         run: the run directory.
@@ -223,7 +223,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the replacement of a class or function that the pickle names.
+        """Return what replaces a class or function that the pickle names.
 
         Raises:
             pickle.UnpicklingError: the name is not allowed.

@@ -33,7 +33,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """The area between two lines of a plot."""
+    """The area between two lines of a plot, such as minimum and maximum."""
 
     label: str
     x: Numbers
@@ -130,7 +130,7 @@ def _grid(space: _Space, axes: Axes) -> Iterator[str]:
 
 
 def ticks(low: float, high: float, most: int = 4) -> list[float]:
-    """Return round numbers within a range, for the labels of an axis."""
+    """Return round numbers within a range, as labels for the axis of a plot."""
     rough = (high - low) / most
     unit = 10.0 ** math.floor(math.log10(rough)) if rough > 0 else 1.0
     step = next(each * unit for each in (1, 2, 2.5, 5, 10) if each * unit >= rough * 0.999)
@@ -139,7 +139,7 @@ def ticks(low: float, high: float, most: int = 4) -> list[float]:
 
 
 def _path(line: Line, space: _Space) -> Iterator[str]:
-    """Yield SVG path commands of a line; a gap starts a new segment."""
+    """Yield SVG path commands of a plot's line; a gap starts a new segment."""
     is_number = np.isfinite(line.y)
     x, y = line.x[is_number], line.y[is_number]
     if not len(x):

@@ -195,7 +195,7 @@ class StageView:
 
     facts: Mapping[str, Any]
     place: int
-    """Index of the stage in the curriculum."""
+    """Index of the stage among the stages of the curriculum."""
     buckets: list[BucketView]
     dropped: Markup | None
     examples: list[tuple[str, int, list[str]]]

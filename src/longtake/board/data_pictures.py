@@ -56,7 +56,7 @@ def bar(value: float, most: float, colour: str = "1") -> Markup:
 
 
 def cut(share: float) -> Markup:
-    """Draw the share of a picture that is cropped away as the paler end of a bar."""
+    """Draw a bar for a picture whose cropped-away share is the paler end."""
     return svg.picture(
         *(_BAR_WIDTH // 2, _BAR_HEIGHT),
         f'<rect width="{_BAR_WIDTH // 2}" height="{_BAR_HEIGHT}" class="fill-warn cut"/>'

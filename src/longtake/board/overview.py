@@ -151,7 +151,7 @@ class RecipeKey:
 
 
 def keys_of(recipe: Recipe) -> list[RecipeKey]:
-    """Return all keys of a recipe; a key that every recipe must set has no default."""
+    """Return a recipe's keys with values and defaults; a required key has no default."""
     known, values = config.defaults(), config.flat(recipe)
     return [
         RecipeKey(

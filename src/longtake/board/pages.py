@@ -48,7 +48,7 @@ class PageLinks:
     """
 
     layout = "bare.html"
-    """Name of the template that the run's pages extend."""
+    """Name of the HTML template that the run's pages extend."""
 
     def home(self) -> str:
         """Return the URL of the page with the list of runs; empty if there is no such page."""
@@ -74,12 +74,12 @@ class PageLinks:
         return ""
 
     def static(self, name: str) -> str:
-        """Return the URL of a script or style sheet; empty if they are all in the page."""
+        """Return the URL of a script or style sheet; empty if the page contains them all."""
         return ""
 
 
 class ServerLinks(PageLinks):
-    """URLs of the pages and files that the board's server serves."""
+    """Makes the URLs in pages that the board's server serves."""
 
     layout = "run_base.html"
 
@@ -211,7 +211,7 @@ def at(seconds: float | None) -> str:
 
 
 def embedded(value: Any) -> Markup:
-    """Return JSON for a `<script type="application/json">`; no text in it can end the element."""
+    """Return a value as JSON to embed in HTML (`<script type="application/json">`), escaped."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     # "<" could begin "</script>" or "<!--"; U+2028 and U+2029 end lines in older JavaScript.
     for letter in "<>&\u2028\u2029":
@@ -220,7 +220,7 @@ def embedded(value: Any) -> Markup:
 
 
 def rounded(values: Iterable[float], digits: int = 6) -> list[float | None]:
-    """Round numbers for JSON to `digits` significant digits; None stands for NaN and infinity."""
+    """Round numbers for JSON to `digits` significant digits; None stands for NaN, infinity."""
     numbers = np.asarray(values if isinstance(values, np.ndarray) else [*values], np.float64)
     is_finite = np.isfinite(numbers)
     with np.errstate(all="ignore"):

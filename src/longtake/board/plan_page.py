@@ -62,7 +62,7 @@ _PART_COLOURS: Final = {
 
 
 def render_plan(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) -> str:
-    """Return the HTML of a run's plan page; `query` is not used."""
+    """Return the HTML of the page of a run's memory plan; `query` is not used."""
     plan, problem = read_plan(facts)
     path = shlex.quote(str(facts.run.recipe_path))
     values = None if plan is None else _values(plan)

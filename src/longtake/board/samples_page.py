@@ -30,7 +30,7 @@ COLUMN_CHOICES: Final = (4, 6, 8, 12, 24)
 VIEWS: Final = ("grid", "single", "compare")
 MODES: Final = ("side", "swipe", "difference")
 TINY_SIDE: Final = 128
-"""Longer side in pixels below which clips are enlarged by whole factors, so never blurred."""
+"""Longer side in pixels below which a clip is shown enlarged by a whole factor, so not blurred."""
 _CELL_SIDE = 96
 _MOST_OFFERED = 200
 _MOST_PROMPT = 2000

@@ -99,7 +99,7 @@ class Board:
         self.stopping = Event()
 
     def reader(self, name: str) -> RunReader:
-        """Return the reader of a run by its path below the folder.
+        """Return the reader of a run's facts by the run's path below the folder.
 
         Raises:
             HTTPException: there is no run of that name.
@@ -121,7 +121,7 @@ class Board:
             return found
 
     def run_names(self) -> list[str]:
-        """Return the paths of the runs below the folder; empty for the folder itself."""
+        """Return the paths of the runs below the served folder; empty for the folder itself."""
         names = (path.relative_to(self.folder).as_posix() for path in find_runs(self.folder))
         return ["" if name == "." else name for name in names]
 
@@ -190,7 +190,7 @@ def show_series(request: Request) -> Response:
 
 
 def show_media(request: Request) -> Response:
-    """Serve a video or picture below the folder; requests for a range of bytes are answered."""
+    """Serve a video or picture below the folder, also single ranges of its bytes."""
     name = request.path_params["path"]
     kind = MEDIA_TYPES.get(PurePosixPath(name).suffix.lower())
     if kind is None:
@@ -529,7 +529,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def known_hosts(host: str) -> frozenset[str]:
-    """Return the names in the Host header that the board accepts."""
+    """Return the host names that the board accepts in a request's Host header."""
     names = {"localhost", "127.0.0.1", "[::1]"}
     if not is_loopback(host):
         own = socket.gethostname()

@@ -571,7 +571,7 @@ def show(
 
 
 def _with_costs(recipe: "Recipe") -> "tuple[Recipe, BucketCosts]":
-    """Return the recipe with batch sizes of all buckets, and the costs that can be known."""
+    """Return the recipe with batch sizes of all buckets (clip shapes), and their known costs."""
     from longtake.inspection.curriculum_facts import BucketCosts
     from longtake.planner import batch_sizes, cost, devices  # which import torch
     from longtake.trust import training_classes

@@ -271,7 +271,7 @@ def module_beside(recipe: Path) -> str:
 
 
 def write_module(module: str) -> None:
-    """Write the copy of a template's module for `module_beside`'s path, unless it exists."""
+    """Write the module that a recipe made from a template imports, unless the file exists."""
     path = Path(*module.split(".")).with_suffix(".py")
     text = _FOLDER.joinpath(f"{_MODULE.rpartition('.')[2]}.py.txt").read_text("utf-8")
     try:

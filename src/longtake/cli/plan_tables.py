@@ -57,7 +57,7 @@ _LEGEND = (
 
 
 def print_plan(console: Console, recipe: str, report: "PlanReport", seconds: float) -> None:
-    """Print the report of `longtake plan`, at least 100 columns wide in a pipe."""
+    """Print the report of `longtake plan`, in at least 100 columns in a pipe."""
     if not console.is_terminal:
         # rich assumes 80 columns without a terminal, in which the tables would wrap.
         console.width = max(console.width, _PIPE_WIDTH)

@@ -26,7 +26,7 @@ Trust = Annotated[
 
 
 class SafeConsole(Console):
-    """A console that spells out control characters in whatever is printed.
+    """A console that prints control characters in texts as visible escapes.
 
     File names and captions may hold escape sequences, which would control the terminal.
     """
@@ -40,7 +40,7 @@ class SafeConsole(Console):
 
 
 def console() -> Console:
-    """Return the console for messages: it writes to stderr, as stdout is for results."""
+    """Return the console for messages, which writes to stderr, as stdout is for results."""
     return SafeConsole(stderr=True, highlight=False, soft_wrap=True)
 
 

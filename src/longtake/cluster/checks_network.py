@@ -113,7 +113,7 @@ def judge_addresses(facts: FactsByNode) -> CheckResult:
 
 
 def connect(context: CheckContext, store: Any, *, use_nccl: bool) -> Facts:
-    """Connect all processes: gloo, and NCCL if each process has a GPU of its own."""
+    """Connect all processes of the preflight: gloo, and NCCL if each has a GPU of its own."""
     if use_nccl:
         torch.cuda.set_device(context.process.local_rank)
     dist.init_process_group(

@@ -63,7 +63,7 @@ def measure_host_name(context: CheckContext) -> Facts:
 
 
 def judge_host_names(facts: FactsByNode) -> CheckResult:
-    """Find different machines with the same host name.
+    """Find different machines of the preflight that have the same host name.
 
     Processes that were started separately on one machine are one node.
     """
@@ -222,7 +222,7 @@ def measure_time_sync(context: CheckContext) -> Facts:
 
 
 def judge_time_sync(facts: FactsByNode) -> CheckResult:
-    """Find clocks that no program or several programs set, or that chrony reports as wrong."""
+    """Find nodes' clocks that no or several programs set, or that chrony reports as wrong."""
     result = CheckResult()
     free = tuple(n for n, e in facts.items() if e["kernel"].get("clock_is_synchronised") == 0)
     if free:

@@ -109,7 +109,7 @@ def _look_at_catalog(path: Path) -> dict[str, Any]:
 
 
 def _read_speed(sizes: dict[str, int]) -> float | None:
-    """Return MB/s of reading files without the page cache, for about a second; None: too small."""
+    """Return MB/s of reading files past the page cache, for about a second; None: too few bytes."""
     seconds, num_bytes = 0.0, 0
     for path, size in sizes.items():
         seconds += read_seconds(Path(path), _READ_BYTES)
@@ -262,7 +262,7 @@ def leave_token(context: CheckContext, created: list[Path]) -> None:
 
 
 def remove_token(context: CheckContext, created: list[Path]) -> None:
-    """Remove, on rank 0, this preflight's files and the folders that were created for them."""
+    """Remove, on rank 0, the files of this preflight and the folders created for them."""
     if context.recipe is None or not context.process.is_first:
         return
     # With a pattern, as a rank that was killed may have left its own file.

@@ -150,7 +150,7 @@ class CheckContext:
 
 @dataclass(frozen=True)
 class Check:
-    """A preflight check: a row of `preflight.CHECKS`.
+    """A check of the preflight, such as "clocks": a row of `preflight.CHECKS`.
 
     `measure` runs on every node (or rank) in a thread with a time limit, and may raise. `judge`
     runs on rank 0 with the facts of all nodes that could measure, and only compares them.
@@ -173,7 +173,7 @@ def same_everywhere(
     exceptions: Mapping[str, Severity] | None = None,
     command: Callable[[NodeDifference], str] | None = None,
 ) -> CheckResult:
-    """Compare each fact with the majority of the nodes.
+    """Compare facts of each node with the majority of the nodes, and report differences.
 
     Facts that differ on the same nodes with the same severity form one finding.
 
@@ -183,8 +183,8 @@ def same_everywhere(
         severity: severity of a difference.
         advice: advice for the user.
         exceptions: severities of single facts.
-        command: returns the command that removes a difference; without a majority, it gets the
-            most frequent value as the majority's.
+        command: returns the command that removes a difference; without a majority, it gets the most
+            frequent value as the majority's.
     """
     differences = []
     for fact in sorted({fact for each in facts.values() for fact in each}):
@@ -412,7 +412,7 @@ def _parts(report: PreflightReport) -> Iterator[RenderableType]:
 
 
 def _agreed(nodes: Sequence[Mapping[str, Any]]) -> str:
-    """Return a line of the most important facts that all nodes have in common."""
+    """Return a line of the most important facts (versions ...) that all nodes have in common."""
     facts = [
         {
             **{name: each.get("versions", {}).get(name) for name in _VERSIONS},
@@ -496,7 +496,7 @@ def _measures(measures: Sequence[Mapping[str, Any]], nodes: Sequence[str]) -> Re
 
 
 def _findings(findings: Sequence[Mapping[str, Any]]) -> Iterator[RenderableType]:
-    """Yield a table for each finding, with its advice; nodes with the same finding share it."""
+    """Yield a table for each finding of the preflight, with advice; equal ones share it."""
     merged: dict[tuple[str, ...], dict[str, Any]] = {}
     for each in findings:
         key = tuple(str(each[name]) for name in ("severity", "check", "what", "advice"))

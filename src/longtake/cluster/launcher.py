@@ -185,7 +185,7 @@ def _not_met(options: LaunchOptions, error: rendezvous.RendezvousError) -> str:
 
 
 class RankLogs(LogsSpecs):
-    """Log files of the ranks in the run directory, one per rank and start."""
+    """Log files of a node's ranks in the run directory, one per rank and start."""
 
     def __init__(self, node: NodeDirectory, *, tee: bool) -> None:
         super().__init__()
@@ -238,7 +238,7 @@ def _last_line(log: Path, code: int) -> str:
 
 
 class RankHandler(SubprocessHandler):
-    """Handler that starts a rank with the launcher's terminal inherited, for its watcher."""
+    """Starts a rank; lets it inherit the launcher's terminal, on which its watcher writes."""
 
     def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> Any:
         return subprocess.Popen(  # noqa: S603 - ourselves
@@ -307,7 +307,7 @@ def _wait_result(pid: int) -> "os.waitid_result | None":
 
 
 class LaunchStop(process.StopSignal):
-    """Request to stop this launch: within the block, signals are passed on to the ranks.
+    """Request to stop the launch of a run: in the block, signals are passed on to the ranks.
 
     A signal while no rank runs, such as during the rendezvous, raises `SignalException`.
     """
@@ -498,7 +498,7 @@ class Agent(LocalElasticAgent):
         self._stop.end()
 
     def _let_others_end(self, codes: dict[int, int], ranks: dict[int, int]) -> list[int]:
-        """Record the failure of ranks that were killed, and wait for the other ranks to end."""
+        """Record the failure of killed ranks of this node, and wait for its other ranks to end."""
         if self._stop.first_signal is None:
             self._record_failures(codes, ranks)
         is_stop = self._stop.first_signal is not None or any(

@@ -108,7 +108,7 @@ def preflight_over_ssh(
 
 
 def preflight_on_node(recipe: Path | None, changes: Sequence[str], seconds: float) -> NoReturn:
-    """Run the preflight as one of the nodes, print its result as JSON, and end this process.
+    """Run the preflight as one of the nodes over ssh, print its result, and end this process.
 
     The JSON object has `report` (rank 0) or `error`.
     """
@@ -192,7 +192,7 @@ class _Output:
 
 
 class _RemoteCommand:
-    """A command that runs on a node, by a local process of ssh."""
+    """A running command on a node, through a local process of ssh."""
 
     def __init__(self, command: Sequence[str]) -> None:
         # Files and not pipes, which nobody would read while many commands run.
@@ -203,7 +203,7 @@ class _RemoteCommand:
         )
 
     def end(self) -> _Output:
-        """Return the output of the command; if it still runs, close its stdin, then kill it."""
+        """Return the command's output; if it still runs, close its stdin, then kill it."""
         status = self.process.poll()
         assert self.process.stdin is not None
         with suppress(OSError):
@@ -263,7 +263,7 @@ def _run_on_all(
 
 
 def _json_of(out: str) -> dict[str, Any]:
-    """Parse the JSON object at the end of an output; a login shell may print text before it."""
+    """Parse the JSON object at the end of an output; before it, a login shell may print text."""
     start = f"\n{out}".rfind("\n{")
     try:
         found: dict[str, Any] = json.loads(out[start:] if start >= 0 else "")
@@ -273,7 +273,7 @@ def _json_of(out: str) -> dict[str, Any]:
 
 
 def _explain(node: str, output: _Output) -> tuple[str, str]:
-    """Return the reason why the preflight could not run on a node, and advice."""
+    """Return the reason why the preflight could not run on the node, and advice, as two texts."""
     status, error, last = output.status, output.error, output.last_line
     if status is None:
         what = f"it has not answered within {_ASK_SECONDS:g} s"
@@ -298,7 +298,7 @@ def _explain(node: str, output: _Output) -> tuple[str, str]:
 def _why_no_report(
     outputs: Mapping[str, _Output], said: Mapping[str, Mapping[str, Any]], limit: float
 ) -> list[findings.Finding]:
-    """Return findings about the nodes that prevented the report, not those that waited for them."""
+    """Return findings on nodes that prevented the report, not on nodes that waited for them."""
     nodes = list(outputs)
     silent = {nodes[rank] for each in said.values() for rank in each.get("silent", ())}
     failed = {node for node, each in outputs.items() if each.status and "silent" not in said[node]}

@@ -79,7 +79,7 @@ class _Measured:
 def preflight(
     path: Path | None = None, changes: Sequence[str] = (), seconds: float = 120.0
 ) -> tuple[findings.PreflightReport | None, bool]:
-    """Check this node, or all nodes together with the other processes of the same start.
+    """Check this node, or with the other started processes all nodes, before a run.
 
     Args:
         path: the recipe's file; None: check what every run needs.
@@ -259,7 +259,7 @@ def _measure_stage(
 def measure_within(
     seconds: float, check: findings.Check, context: findings.CheckContext
 ) -> findings.Facts:
-    """Run a check's `measure` with a time limit.
+    """Measure the facts of a check of the preflight with a time limit.
 
     It runs in a thread, which is abandoned if it hangs, such as on a disk that does not answer.
 
@@ -282,7 +282,7 @@ def measure_within(
 
 
 def _describe_nodes(measured: _Measured, context: findings.CheckContext) -> list[dict[str, Any]]:
-    """Return for the report each node's name, number of processes, versions and digests."""
+    """Return each node's name, number of processes, versions and digests for the report."""
     described = []
     for host, ranks in zip(context.hosts, context.ranks, strict=True):
         facts = {name: each.get(host, {}) for name, each in measured.facts.items()}

@@ -44,7 +44,7 @@ class SilentProcessError(LongtakeError):
 
 
 class Rendezvous:
-    """Exchange of JSON values between all processes of a preflight; one process needs no store.
+    """Exchange of JSON values between the processes of a preflight; a single one needs no store.
 
     Args:
         process: this process among the others.

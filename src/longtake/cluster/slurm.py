@@ -136,7 +136,7 @@ class BatchJob:
         return done.stdout.strip().partition(";")[0]
 
     def _flags(self) -> dict[str, str]:
-        """Return the flags of sbatch by name; a flag of the user replaces ours."""
+        """Return the job's flags for sbatch by name; a flag of the user replaces longtake's."""
         slurm = self.slurm
         flags = {
             "job-name": self.run_path.name,

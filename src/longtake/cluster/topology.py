@@ -107,7 +107,7 @@ def _started_by_slurm(env: Mapping[str, str]) -> ProcessInfo:
 
 
 def group_by_node(came: Mapping[int, tuple[str, str]]) -> tuple[list[str], list[list[int]]]:
-    """Return the names of the nodes, that of rank 0 first, and the ranks on each.
+    """Return the names of the nodes, rank 0's node first, and the ranks on each.
 
     Nodes with the same host name are numbered: `gpu0`, `gpu0 (2)`.
     """

@@ -108,7 +108,7 @@ def _choose_shown(videos: Sequence[CheckedVideo]) -> list[CheckedVideo]:
 def _keep_videos(
     run: RunDirectory, sampler: Sampler, name: str, videos: Sequence[CheckedVideo]
 ) -> None:
-    """Write videos as an evaluation server writes a preset's, with `adherence` as the measure."""
+    """Store checked videos as an evaluation server does a preset's, with measure `adherence`."""
     settings, bucket = settings_for(sampler.recipe)
     prompts = tuple(one.caption for one in videos)
     preset = Preset(name, prompts, (0,), settings, bucket, sampler.weights)

@@ -46,13 +46,13 @@ _TERMINATION_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class EvaluationProcess:
-    """An evaluation server that samples each checkpoint of one run, in a process of its own."""
+    """An evaluation server in its own process that samples each checkpoint of the demo's run."""
 
     log: Path
     _process: "subprocess.Popen[bytes]"
 
     def finish(self, console: Console) -> None:
-        """Wait until every checkpoint is sampled; a failure of the server does not end the demo."""
+        """Wait until every checkpoint of the demo is sampled; its server's failure is no error."""
         begun = time.monotonic()
         if self._process.poll() is None:
             console.print("sampling the last checkpoints", highlight=False)
@@ -66,7 +66,7 @@ class EvaluationProcess:
 
 @contextmanager
 def evaluation_process(out: Path) -> Iterator[EvaluationProcess]:
-    """Evaluate the run in `out`, which may begin later, by another process during the block."""
+    """Run a server that evaluates the run in `out` during the block; the run may begin later."""
     log = out / "evaluate.log"
     with log.open("ab") as file:
         # In its own session: Ctrl-C is for the training, whose end ends this process.
@@ -191,7 +191,7 @@ def make_catalog(run: RunDirectory, seed: int, console: Console) -> None:
 
 
 def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int | str:
-    """Return the steps that fit into some minutes, by a short run; or the signal that came."""
+    """Return the steps that fit into some minutes, by a short run; or a signal's name."""
     aside = RunDirectory(out / "pace")
     shutil.rmtree(aside.path, ignore_errors=True)  # left by a measurement that was killed
     values = demo_recipe(out, _PACE_STEPS, seed).model_dump(mode="json", exclude_none=True)
@@ -211,7 +211,7 @@ def _steps_within(minutes: float, out: Path, seed: int, console: Console) -> int
 
 
 def _sample_and_check(sampler: Sampler, console: Console) -> list[report.CheckedVideo]:
-    """Sample held-out and trained captions, and check each video against its caption."""
+    """Sample held-out and trained captions of the demo, and check each video's agreement."""
     held_out, trained = shapes.held_out_captions(), shapes.training_captions()
     wanted = [(held_out[i % len(held_out)], True, i // len(held_out)) for i in range(NUM_CHECKED)]
     stride = len(trained) / NUM_CHECKED

@@ -70,7 +70,7 @@ class Combination:
 
 
 _WORLD = tuple(itertools.starmap(Combination, itertools.product(SHAPES, COLOURS, DIRECTIONS)))
-"""Every combination of shape, colour and direction."""
+"""Every combination of shape, colour and direction in the shapes world."""
 
 
 def parse_caption(caption: str) -> Combination:

@@ -68,7 +68,7 @@ def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
 
 
 PREFIX = "base_model.model."
-"""Prefix of names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
+"""Prefix of weights' names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
 
 
 def _write_adapter(sampler: Sampler, folder: Path) -> list[str]:

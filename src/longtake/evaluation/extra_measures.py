@@ -28,7 +28,7 @@ class Measure(Protocol):
     def __call__(
         self, videos: Sequence[Video], prompts: Sequence[str], fps: float
     ) -> Sequence[float | None] | float | None:
-        """Measure all videos of a preset.
+        """Return the measure's values for all videos of a preset.
 
         Args:
             videos: each [F, H, W, 3] uint8 RGB. Access them one after another: each may be read
@@ -37,8 +37,8 @@ class Measure(Protocol):
             fps: frames per second at which they are shown.
 
         Returns:
-            One number for each video, None where it is not defined for it; or one number for all
-            of them together, such as a Frechet distance; or None: it is not defined here.
+            One number for each video, None where it is not defined for it; or one number for all of
+            them together, such as a Frechet distance; or None: it is not defined here.
         """
 
 
@@ -56,7 +56,7 @@ def load_extra(path: str) -> Measure:
 
 
 def made_of(path: str) -> Any:
-    """Make an object of the class at "package.module:Class", without arguments."""
+    """Make an object of the user's class "package.module:Class", without arguments."""
     if ":" not in path:
         raise RecipeError(
             f"The measure {path!r} is no name of a class; write it as package.module:Class."
@@ -184,7 +184,7 @@ Features = NDArray[np.float64]
 
 
 def frechet_distance(one: Features, other: Features) -> float:
-    """Return the squared Frechet distance of two normal distributions fitted to features.
+    """Return the squared Frechet distance of normal distributions fitted to two feature sets.
 
     |m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^(1/2)), of their means and covariances (Dowson and Landau,
     "The Frechet distance between multivariate normal distributions", 1982; for generated pictures

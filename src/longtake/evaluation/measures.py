@@ -478,7 +478,7 @@ def find_drift(
 def _learnt(
     name: str, values: Sequence[float], checkpoints: int, reference: Reference | None
 ) -> int:
-    """Return the index of a measure's first value of a trained model; before it, the model learnt.
+    """Return the index of the first value of a measure that counts, as the model has learnt.
 
     It is the last of the first `checkpoints` values, or the first one within the range of the
     training clips, whichever is later; the number of values if none is within that range.

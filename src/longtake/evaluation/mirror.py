@@ -325,7 +325,7 @@ def needed_at_source(
     server: str,
     seconds: float = _HEARTBEAT_SECONDS,
 ) -> Iterator[None]:
-    """Keep the training at the source from deleting checkpoints while the block runs."""
+    """Protect checkpoints at the source from deletion by the training while the block runs."""
 
     def renew() -> None:
         with suppress(RunError, OSError):  # the pull reports what is wrong

@@ -49,7 +49,7 @@ class StatCache:
         self._known: dict[Path, tuple[fsio.FileVersion | None, Any]] = {}
 
     def get(self, path: Path, read: Callable[[Path], _T]) -> _T:
-        """Return `read(path)`, cached until the file changes; `read` must handle a missing file."""
+        """Return `read(path)`, cached until the file at `path` changes, which need not exist."""
         # The version is taken before the content is read: a file that changes in between is then
         # read again at the next look, and not missed.
         now, known = target_version(path), self._known.get(path)

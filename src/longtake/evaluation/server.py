@@ -30,8 +30,8 @@ _PAUSE_PER_LOOK = 10.0
 """Pause of the keeper's thread between looks at the runs, as a multiple of the last look's
 duration."""
 _CHECKPOINTS_PER_TURN = 3
-"""Number of checkpoints of a run that are evaluated before another run's turn, as each turn loads
-another model."""
+"""Number of checkpoints of one run that are evaluated before it is another run's turn, as each turn
+loads another model."""
 _NICE = 10
 """Niceness of the server on a CPU. Beside a training, a process of this niceness gets about a tenth
 of the time; where nothing else wants the cores, it gets all of them that it asks for."""

@@ -130,7 +130,7 @@ _KNOWN_CAUSES = (
 
 
 class Rsync:
-    """Copies trees of files by rsync; a file at its final name is always whole.
+    """Copies folders of runs by rsync; a file at its final name is always whole.
 
     Folders at the source are named below the address, "" for the address itself. Files that exist
     with the same size and time are not copied again, and a partial file is completed. `GoneError`
@@ -148,7 +148,7 @@ class Rsync:
         self._is_interrupted = False
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        """Copy the files of a folder at the source that match the rules into a folder here.
+        """Copy files that match the rules from a folder at the source into a folder here.
 
         With `exactly`, files that the source does not have are deleted; else newer files here stay.
         """
@@ -158,7 +158,7 @@ class Rsync:
         self._carry(how, self._there(folder), f"{into}/", rules, fetches=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        """Copy the files of a folder here that match the rules to a folder at the source.
+        """Copy files that match the rules from a folder here to a folder at the source.
 
         With `exactly`, all are written again with the current time, and files that are not here are
         deleted; else newer files there stay.
@@ -172,7 +172,7 @@ class Rsync:
         self._carry(how, f"{folder}/", self._there(to), rules)
 
     def interrupt(self) -> None:
-        """Stop the transfers of other threads, and refuse to fetch from now on."""
+        """Stop the copying in other threads, and refuse to fetch from now on."""
         with self._lock:
             self._is_interrupted = True
             for process in self._running:

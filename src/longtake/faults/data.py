@@ -180,7 +180,7 @@ def lost_decoder(
     evidence: Evidence,
     kind: Literal["decoder_stalled", "decoder_died"],
 ) -> None:
-    """Stop or kill a decode worker while it decodes, and expect that it is replaced."""
+    """Drill: stop or kill a decode worker while it decodes, and expect that it is replaced."""
     with site.launch() as process:
         process.wait_for_rows(1)
         hang = stop_while_decoding(process, site.clips)

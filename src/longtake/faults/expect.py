@@ -44,7 +44,7 @@ _STATE = ("global_step", "data", "guard", "last_update")  # compared keys of tra
 
 @dataclass(frozen=True)
 class SampleCounts:
-    """Counts of a run's samples over all epochs, against the clips that each epoch must have."""
+    """Counts of a run's trained samples against the clips that each epoch must have."""
 
     repeated: int
     missing: int
@@ -261,7 +261,7 @@ def count_samples(
     later: Identities,
     skipped: Mapping[int, Identities] = _NOTHING,
 ) -> SampleCounts:
-    """Count a run's samples against the clips that each epoch must have exactly once.
+    """Count a run's trained samples against the clips that each epoch must have exactly once.
 
     Args:
         run: the run directory.
@@ -288,7 +288,10 @@ def count_samples(
 
 
 def clips_between(run: RunDirectory, first: int, end: int) -> dict[int, Identities]:
-    """Return the clips that a run consumed in batches `first` to `end - 1`, by epoch."""
+    """Return identities of the clips that a run trained in batches `first` to `end - 1`.
+
+    They are returned by epoch.
+    """
     consumed = read_ledger(run.ledger_path)
     is_its = (consumed.step >= first) & (consumed.step < end)
     epochs, identities = consumed.epoch[is_its], consumed.identity[is_its]
@@ -296,7 +299,7 @@ def clips_between(run: RunDirectory, first: int, end: int) -> dict[int, Identiti
 
 
 def clips_at(site: TrainingSite, step: int) -> list[Path]:
-    """Return the files of the clips that a site's run consumed at a step."""
+    """Return the files of the clips that the run of a site trained at a step."""
     consumed = read_ledger(site.run.ledger_path)
     wanted = set(consumed.identity[consumed.step == step].tolist())
     catalog = site.catalog()
@@ -389,7 +392,7 @@ def _largest(errors: Iterable[float]) -> float:
 
 
 def _tensors(checkpoint: Path) -> dict[str, "Tensor"]:
-    """Load a checkpoint's weights and EMA unsharded, for any number of ranks that saved them."""
+    """Load all weights and EMA of a checkpoint by name, whatever number of ranks saved it."""
     import torch
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 

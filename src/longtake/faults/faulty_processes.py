@@ -100,7 +100,7 @@ class HangingReader:
 
 @dataclass
 class WrongClock:
-    """Clocks of the machine that go wrong some time after the first reading."""
+    """Readings of the machine's clocks that go wrong some time after the first."""
 
     step_seconds: float  # step of the system time
     ppm: float  # microseconds per second by which the clocks then run fast
@@ -123,7 +123,7 @@ class WrongClock:
 
 
 def _decode() -> None:
-    """Run a decode worker that hangs."""
+    """Run a decode worker that hangs after some clips, by the command line's arguments."""
     how, after = sys.argv[1:3]
     # The worker's own arguments remain.
     del sys.argv[1:3]
@@ -133,7 +133,7 @@ def _decode() -> None:
 
 
 def _watch() -> None:
-    """Run a watcher with a wrong clock."""
+    """Run a watcher with a wrong clock, by the command line's arguments."""
     parser = argparse.ArgumentParser(prog=f"python -m {PROGRAM} watcher")
     parser.add_argument("--step", type=float, default=0.0)
     parser.add_argument("--ppm", type=float, default=0.0)

@@ -166,7 +166,7 @@ def expect_clock_event(
     kind: node_dir.NodeEventKind,
     within: float,
 ) -> None:
-    """Expect one clock event of the given kind in time, and no stall or other clock event."""
+    """Expect one event of this kind about the clock in time, and no stall or other such event."""
     site = evidence.site
     began = fsio.read_json(site.folder / CLOCK_FILE).get("at")
     evidence.expect(began is not None, "the clock has never gone wrong")

@@ -285,7 +285,7 @@ INJECTIONS: dict[str, Callable[[Trigger, StepFunctions], StepFunctions]] = {
 
 
 def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
-    """Write a checksum of this rank's weights to a file after each update."""
+    """Add to the step's functions: write a checksum of this rank's weights after each update."""
 
     def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         rate = step.update(session, state, *of_step)
@@ -305,7 +305,7 @@ def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Ten
 
 
 def main() -> None:
-    """Inject a fault, and run `longtake` with the rest of the command line."""
+    """Inject the fault of the command line, and run `longtake` with the rest of it."""
     parser = argparse.ArgumentParser(prog="python -m longtake.faults.inject")
     parser.add_argument("--lasting", action="store_true")
     parser.add_argument("--guard", type=json.loads, default={}, help="constants, as JSON")

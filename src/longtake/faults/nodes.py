@@ -192,7 +192,7 @@ def _as_root(*command: str) -> None:
 
 @contextmanager
 def _frozen(folder: Path) -> Iterator[float]:
-    """Freeze a file system, so that writes block until the end; yields the time of freezing."""
+    """Freeze a file system: writes block until the block ends; yields the time of freezing."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.ioctl(descriptor, _FREEZE, 0)

@@ -152,7 +152,7 @@ def guard_reports(run: RunDirectory) -> list[dict[str, Any]]:
 
 
 def _relative_end_loss(evidence: expect.Evidence) -> float:
-    """Return the ratio of a run's final loss to the undisturbed run's.
+    """Return the ratio of the final loss of a run with a fault to the undisturbed run's.
 
     The ratio is computed on the last batches that both have trained: different batches have
     different noise levels, which change the loss by more than most faults do.

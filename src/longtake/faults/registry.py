@@ -58,7 +58,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class DrillResult:
-    """The outcome of one drill; its fields are the keys of `longtake drill --json`."""
+    """The outcome of one drill (a run with a fault); its fields are keys of `drill --json`."""
 
     fault: str
     passed: bool

@@ -106,7 +106,7 @@ LONG_RECIPE = _recipe(
 
 @dataclass(frozen=True)
 class Injection:
-    """A fault inside of the training process, injected by `longtake.faults.inject`."""
+    """A fault to inject into the training process by `longtake.faults.inject`."""
 
     kind: str  # a key of `inject.INJECTIONS`
     at: int  # first step or batch; for a frozen worker, the number of windows read before
@@ -218,7 +218,7 @@ class RunObserver(ABC):
         raise self.failed(f"ended before {else_ended}")
 
     def wait_for_rows(self, count: int) -> None:
-        """Wait until the run has this many rows of metrics.
+        """Wait until the run has this number of rows of metrics.
 
         Raises:
             RunError: the run ends before.
@@ -226,7 +226,7 @@ class RunObserver(ABC):
         self.wait_until(lambda: self.num_rows() >= count, f"step {count}")
 
     def wait_for_checkpoints(self, count: int) -> None:
-        """Wait until the run has this many complete checkpoints.
+        """Wait until the run has this number of complete checkpoints.
 
         Raises:
             RunError: the run ends before.
@@ -364,7 +364,7 @@ def _program(ranks: int, inject: Injection | None, restarts: int) -> list[str]:
 
 @dataclass(frozen=True)
 class TrainingSite:
-    """A folder with clips, catalog and recipe in which a small run is trained."""
+    """Training site: a folder with clips, catalog and recipe in which a small run is trained."""
 
     folder: Path
 
@@ -548,7 +548,7 @@ def _decoders(pid: int) -> Iterator[int]:
 
 
 def _open_file(pid: int, folder: Path) -> Path | None:
-    """Return a file of the folder that a process has open; None if it has none open."""
+    """Return a file in the folder that a process has open; None if it has none open."""
     with suppress(OSError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
             with suppress(OSError):

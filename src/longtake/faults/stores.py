@@ -48,7 +48,7 @@ class LoopbackStore:
         return f"http://127.0.0.1:{self._server.server_port}"
 
     def lose(self) -> None:
-        """Let the store be gone: refuse new connections, and answer no request on open ones."""
+        """Make the store unreachable: refuse new connections, answer no request on open ones."""
         self.is_gone = True
         self._server.shutdown()
         self._server.server_close()

@@ -107,7 +107,7 @@ class Clock(HealthProbe):
         self._changes: list[ClockChange] = []
 
     def look(self) -> None:
-        """Compare the node's clocks with the last readings; call this several times a second."""
+        """Compare the system clocks with the last readings; call this several times a second."""
         now = read_clocks()
         change = self._change_since_last(now)
         if abs(change) >= STEP_SECONDS * 1e9:
@@ -196,7 +196,7 @@ class _Timex(ctypes.Structure):
 
 
 class KernelClock(HealthProbe):
-    """Probe of the kernel's clock corrections, which chrony or ntpd controls by adjtimex."""
+    """Health probe of the kernel's clock corrections, which chrony or ntpd makes by adjtimex."""
 
     name = "kernel_clock"
     numbers: Mapping[str, str] = {
@@ -236,7 +236,7 @@ _STRATUM, _OFFSET, _RMS_OFFSET, _FREQUENCY, _DELAY, _DISPERSION, _LEAP = 2, 4, 6
 
 
 class Chrony(HealthProbe):
-    """Probe of chronyd, asked once a minute through `command`; it needs no privileges."""
+    """Health probe that asks chronyd once a minute through `command`, without privileges."""
 
     name = "chrony"
     numbers: Mapping[str, str] = {
@@ -275,7 +275,7 @@ class Chrony(HealthProbe):
 
 
 def parse_tracking(line: str) -> Numbers:
-    """Parse a line of `chronyc -c tracking`; an invalid line gives no numbers."""
+    """Parse a line of `chronyc -c tracking` to health numbers; none for an invalid line."""
     fields = line.strip().split(",")
     with suppress(IndexError, ValueError):
         is_lost = fields[_LEAP] == "Not synchronised"
@@ -304,7 +304,7 @@ def time_daemons(proc: Path = Path("/proc")) -> list[str]:
 
 
 class TimeDaemons(HealthProbe):
-    """Probe that counts programs that set the clock; two of them work against each other."""
+    """Health probe that counts programs that set the clock; two work against each other."""
 
     name = "time_daemons"
     numbers: Mapping[str, str] = {"clock_daemons": "Running programs that set the clock"}

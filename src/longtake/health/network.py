@@ -299,7 +299,7 @@ class PeerConnections(HealthProbe):
         self._hosts = hosts
 
     def sample(self) -> Numbers:
-        """Measure the ranks' traffic to each node since the last sample, as `name:node`."""
+        """Measure the ranks' TCP traffic to each node since the last sample, as `name:node`."""
         found = connections_of(self._pids())
         before, self._before = self._before, {(each.inode, each.peer): each for each in found}
         then, self._sampled_at = self._sampled_at, time.monotonic()

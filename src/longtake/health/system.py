@@ -92,7 +92,7 @@ class ThreadedProbe(HealthProbe):
 
 
 class Rates:
-    """Converts counters that only rise to events per second."""
+    """Converts counters of events that only rise to events per second."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[float, float]] = {}

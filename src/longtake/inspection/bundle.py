@@ -73,7 +73,7 @@ class Bundle:
 
 
 def collect(run: RunDirectory, *, with_modules: bool = False, is_trusted: bool = False) -> Bundle:
-    """Collect and redact what a bundle of a run contains; nothing is written.
+    """Collect the texts of a bundle (an archive to ask for help with a run) and redact them.
 
     Args:
         run: the run directory, whole or damaged.
@@ -190,7 +190,7 @@ def _run_files(top: Path, left_out: list[tuple[str, str]]) -> Iterator[tuple[str
 
 @dataclass
 class _Reader:
-    """Reads texts for a bundle until its maximum size is reached."""
+    """Reads a run's files as texts for a bundle, until its maximum size is reached."""
 
     texts: dict[str, str]
     notes: dict[str, str]
@@ -242,7 +242,10 @@ def _modules(reader: _Reader, top: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _listed(top: Path) -> Iterator[str]:
-    """Yield a line with size and path for each file of the run; links are not followed."""
+    """Yield a line with size and path of each file of the run, for a list in the bundle.
+
+    Links are not followed.
+    """
     count = 0
     for folder, folders, files in os.walk(top):
         folders.sort()
@@ -258,7 +261,7 @@ def _listed(top: Path) -> Iterator[str]:
 
 
 def _environment() -> dict[str, Any]:
-    """Describe the machine that makes the bundle; versions of each launch are in run.json."""
+    """Describe the machine on which the bundle is made; launches' versions are in run.json."""
     installed = {
         str(each.metadata["Name"]): each.version
         for each in metadata.distributions()

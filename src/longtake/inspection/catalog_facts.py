@@ -25,7 +25,7 @@ _HDR = pa.array(["pq", "hlg"])
 
 
 def catalog_stats(catalog: Catalog) -> dict[str, Any]:
-    """Return JSON-able facts of a catalog: counts, sizes, formats, spreads and rejections."""
+    """Return JSON-able facts of a catalog of clips: counts, sizes, formats, rejected files."""
     table = catalog.table
     kinds = _counted(table["kind"])
     is_video = pc.equal(table["kind"], "video").to_numpy().astype(bool)

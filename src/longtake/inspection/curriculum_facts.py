@@ -104,7 +104,7 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
 
 
 def _nearest(catalog: Catalog, shapes: Sequence[Bucket], stills: bool) -> NDArray[np.int16]:
-    """Return [N] the bucket that would suit each clip best if all clips were long enough.
+    """Return [N] the bucket (clip shape) that would suit each clip best if none were too short.
 
     Unless stills are taken from videos, videos are matched with buckets of several frames only.
     """
@@ -146,7 +146,7 @@ def _off(
 
 
 def plan_summary(plan: Plan, recipe: Recipe, costs: BucketCosts | None = None) -> dict[str, Any]:
-    """Describe what a new run trains on.
+    """Describe the stages, buckets (clip shapes) and steps that a new run of a recipe trains.
 
     stages: an entry for each catalog of each stage: see `_streams`.
     buckets: the buckets of the first stage: see `_bucket`.
@@ -370,7 +370,7 @@ class LoadedData:
 
 
 def load(path: Path, recipe: Recipe | None = None) -> LoadedData:
-    """Load one catalog, or all catalogs of a recipe, and make the plan of a new run.
+    """Load a catalog of clips, or all of a recipe's, and make the plan of a new run.
 
     For a recipe with one catalog, `path` takes that catalog's place. For a recipe with several,
     `path` must be one of them, and all of them are loaded.
@@ -401,7 +401,7 @@ def describe(
     review_captions: ReviewCaptions | None = None,
     costs: BucketCosts | None = None,
 ) -> dict[str, Any]:
-    """Describe catalogs, and what a recipe would train on.
+    """Describe the clips of catalogs, and what a recipe would train on.
 
     Args:
         loaded: what `load` returned.
@@ -437,7 +437,11 @@ def describe(
 
 
 def propose(catalogs: Sequence[Catalog], data: DataSection) -> dict[str, Any] | None:
-    """Propose buckets that keep `more_clips`, as a value `set` for --set; None if not needed."""
+    """Propose buckets (clip shapes) that keep more of the clips; None if not needed.
+
+    Returns `set`, a value for --set, and `more_clips`, the number of clips that it keeps in
+    addition.
+    """
     if any(stage.buckets for stage in data.stages):
         return None
     frames, aspects = [], []

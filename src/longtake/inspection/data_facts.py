@@ -109,7 +109,7 @@ class StageSpan:
 
     stage: str
     place: int
-    """Index of the stage in the curriculum."""
+    """Index of the stage among the stages of the curriculum."""
     conditions: str
     low: float
     high: float
@@ -256,7 +256,7 @@ def facts_of(loaded: curriculum_facts.LoadedData, summary: dict[str, Any]) -> Da
 
 
 def release_memory() -> None:
-    """Return freed memory to the operating system; malloc and Arrow keep it otherwise."""
+    """Return freed memory of read catalogs to the system; malloc and Arrow would keep it."""
     pa.default_memory_pool().release_unused()
     process.return_freed_memory()
 
@@ -367,7 +367,7 @@ def _strip(plans: Sequence[Plan], steps: int) -> StageStrip:
 
 
 def score_of(catalog: Catalog, data: DataSection) -> str:
-    """Return the numeric attribute that stages select or rate clips by, or "duration_seconds"."""
+    """Return the numeric attribute of clips that stages select by, or "duration_seconds"."""
     asked = [stages.parse_condition(each)[0] for stage in data.stages for each in stage.where]
     known = (data.difficulty, *asked, *catalog.attribute_names)
     for name in known:

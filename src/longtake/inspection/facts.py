@@ -56,7 +56,7 @@ INCIDENT_EVENTS = (
 
 
 def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[str, Any]:
-    """Return what a run's directory says of the run as a whole.
+    """Return facts of a run as a whole (state, launches, checkpoints ...) from its directory.
 
     Returns:
         JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (running,
@@ -298,7 +298,7 @@ def command_to_sample(run: RunDirectory) -> str:
 
 
 def _any_clip(run: RunDirectory) -> Clip | None:
-    """Return a clip of the run's newest catalog, with a caption if possible."""
+    """Return any clip of the run's newest catalog, with a caption if possible."""
     paths = sorted(run.catalogs_path.glob("*.parquet"), key=lambda path: path.stat().st_mtime)
     with suppress(errors.DataError):
         for path in reversed(paths):
@@ -381,7 +381,7 @@ class _Report:
 def step_facts(
     run: RunDirectory, step: int, span: int, progress: Progress = ignore_progress
 ) -> dict[str, Any]:
-    """Return what a run's directory says of a step, and of `span` steps on each side of it.
+    """Return facts of a step and of `span` steps on each side of it, from the run's directory.
 
     Returns:
         JSON: `run`, `step`, `rows` (of metrics, with `abandoned`), `events` (with `at`, their step

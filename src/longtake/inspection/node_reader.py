@@ -181,7 +181,7 @@ _KEPT_POINTS, _LEAST_KEPT = 300_000, 64
 
 @dataclass
 class _Past:
-    """The measurements read from one node's health.jsonl."""
+    """Measurements over the past that were read from one node's health.jsonl."""
 
     offset: int = 0
     inode: int = 0
@@ -208,7 +208,7 @@ class _Past:
             values.append(COLUMNS[label].worst(own) if own else np.nan)
 
     def thin(self, most: int) -> None:
-        """Remove every second point of the older half if there are more than `most` points."""
+        """Remove every second point in the past's older half if it has over `most` points."""
         if len(self.times) <= most:
             return
         half = len(self.times) // 2

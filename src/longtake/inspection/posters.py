@@ -50,7 +50,7 @@ class Poster:
 
 
 def poster_bytes(top: Path, name: str) -> bytes | None:
-    """Return the first frame of a video below a folder as PNG or JPEG; None if it has none."""
+    """Return the first frame of a video below `top` as PNG or JPEG; None if it has none."""
     try:
         found = still(top, name)
     except OSError:

@@ -25,7 +25,7 @@ _LINK_FREE: Final = ("", "evaluations", "guard", "nodes", "stalls", "requests", 
 _LARGE: Final = (
     *("checkpoints", "components", "tensorboard", "wandb", "data", "catalogs", "ledger"),
 )
-"""Folders of large files, which may be links as no page opens them."""
+"""Folders of a run with large files, which may be links as no page opens their files."""
 
 NO_ROWS: Final = read_rows(RunDirectory(Path(os.devnull) / "none"))
 """Empty rows, for a run without metrics."""
@@ -48,10 +48,10 @@ class RunFacts:
     neighbours: "Neighbours"
     """Function that returns the other runs below the same folder by name; none in a report."""
     problems: tuple[str, ...]
-    """One sentence for each file that cannot be read."""
+    """A sentence for each file of the run that cannot be read."""
     recipe: Recipe | None = None
     record: dict[str, Any] = field(default_factory=dict)
-    """The contents of run.json."""
+    """The contents of the run's run.json."""
     rows: MetricRows = NO_ROWS
     events: list[dict[str, Any]] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Keep(Protocol):
 
 
 class RunReader:
-    """Reads one run for several threads; facts of unchanged files are cached."""
+    """Reads the facts of one run, for several threads; facts of unchanged files are cached."""
 
     def __init__(self, folder: Path, name: str, neighbours: Neighbours = dict) -> None:
         self.folder, self.name, self.neighbours = folder, name, neighbours

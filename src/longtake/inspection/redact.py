@@ -122,7 +122,7 @@ class Redactor:
         self._homes |= {entry.pw_dir} - {"", "/"}
 
     def learn(self, text: str) -> None:
-        """Collect the secrets and names of one text; call this for all texts before `redact`."""
+        """Collect the secrets and names in one text; call this for all texts before `redact`."""
         self._secrets |= {value for _, _, value in self._keyed_secrets(text)}
         for found in _HOOK.finditer(text):  # its addresses may be secret, such as a webhook's
             self._secrets |= {found["command"], *_URL.findall(found["command"])}
@@ -133,7 +133,7 @@ class Redactor:
         self._key_names |= {found[1] or found[2] for found in _KEY_NAMES.finditer(text)}
 
     def redact(self, text: str) -> str:
-        """Return the text without secrets, home folders, addresses and names."""
+        """Return the text with secrets, home folders, addresses and names replaced."""
         # The order matters: secrets first, then what may be inside of them. A secret in which a
         # host was replaced would no longer match its pattern.
         text = _KEY_BLOCK.sub(lambda found: self._name("secret", found[0]), text)

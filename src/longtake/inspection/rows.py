@@ -65,7 +65,7 @@ class _Known(TypedDict):
     end: fsio.Count
     """Byte offset behind the last line of metrics.jsonl that was read."""
     hash: str
-    """SHA-256 of the first and the last 64 KiB of the file up to `end`."""
+    """SHA-256 of the first and the last 64 KiB of metrics.jsonl up to `end`."""
     num_skipped: fsio.Count
 
 
@@ -361,7 +361,7 @@ def _find_invalid(fields: Mapping[str, Sequence[Any]]) -> set[int]:
 
 
 def _columns(fields: Mapping[str, Sequence[Any]], count: int) -> Column:
-    """Return valid fields of `count` records as rows of metrics; null becomes NaN."""
+    """Return the fields of `count` lines of metrics.jsonl as rows of numbers; null: NaN."""
     rows = np.zeros(count, DTYPE)
     for name in METRICS:
         rows[name] = ABSENT if DTYPE[name].kind == "f" else 0

@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 MAX_RUNS: Final = 1000
 MAX_DEPTH: Final = 3
-"""Levels of subfolders below the listed folder that are searched for runs."""
+"""Number of levels of subfolders below a folder that are searched for runs."""
 _MAX_FOLDERS = 20_000
 _TAIL_BYTES = 2**15
 _MOST_READ = 2**23  # bytes of metrics.jsonl and of events.jsonl up to which goodput is computed
@@ -55,24 +55,25 @@ class RunSummary:
     """Number of trained steps; after a rollback, the step that the run went back to."""
     total_steps: int | None = None
     step_seconds: float | None = None
-    """Median seconds of the most recent steps."""
+    """Median seconds of the run's most recent steps."""
     seconds_left: float | None = None
-    """Estimated seconds until the last step; only while the run is running."""
+    """Estimated seconds until the run's last step; only while it is running."""
     last_seen: float | None = None
     """Last sign of life of the run in seconds since 1970, by the modification times of its
     files."""
     goodput: float | None = None
-    """Share of the time since the first start that was spent on training steps that count (see
-    `timeline.goodput`); None if unknown, or if the files are too large to read for a list."""
+    """Share of the time since the run's first start that was spent on training steps that it kept
+    (see `timeline.goodput`); None if unknown, or if the files are too large to read for a list."""
     loss: float | None = None
-    """Loss of the newest step; None if it was not finite, or before the first step."""
+    """Loss of the run's newest step; None if it was not finite, or before the first step."""
     recovered: str | None = None
     """A sentence on the run's newest rollback, or restart that lost steps, among its last
     events."""
     alarms: tuple[str, ...] = ()
-    """Sentences on measures that drift, and on a run that stalled, died or diverged."""
+    """Sentences on measures of samples that drift, and on a run that stalled, died or diverged."""
     sample: str | None = None
-    """Path from the listed folder to a video or picture of the newest sampled checkpoint."""
+    """Path from the listed folder to a video or picture that was sampled from the newest
+    checkpoint."""
 
 
 def list_runs(

@@ -66,7 +66,7 @@ class Result:
     measures: Mapping[str, float] = field(default_factory=dict)
     """Mean of each measure over the result's videos."""
     adherence: Mapping[evaluation_dir.Scene, float] = field(default_factory=dict)
-    """Measured adherence of videos to their prompts, by prompt and seed."""
+    """Adherence (agreement) of the videos to their prompts, by prompt and seed."""
     held_out: Mapping[str, float] = field(default_factory=dict)
     """Loss on held-out clips by noise level (sigma), and their `mean`."""
     alarms: Sequence[evaluation_dir.Alarm] = ()
@@ -85,7 +85,7 @@ class SampledPreset:
     scenes: tuple[evaluation_dir.Scene, ...]
     reference: ReferenceRanges
     failed: Sequence[Mapping[str, Any]]
-    """`step`, `reason` and `attempts` of each checkpoint that could not be sampled."""
+    """`step`, `reason` and `attempts` of each checkpoint whose sampling failed."""
     problems: tuple[str, ...]
 
     @property

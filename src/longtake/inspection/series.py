@@ -44,13 +44,13 @@ class Series:
 
     name: str
     x: Column
-    """Position of the first row in each bucket: its step (int64), time in seconds since 1970, or
-    batch. It never falls."""
+    """Position on the x axis of the first row in each bucket: its step (int64), time in seconds
+    since 1970, or batch. It never falls."""
     low: NDArray[np.float64]
     high: NDArray[np.float64]
     mean: NDArray[np.float64]
     is_not_finite: NDArray[np.bool_]
-    """True where a number in the bucket was NaN or infinite."""
+    """True for each bucket in which a number was NaN or infinite."""
 
     @property
     def metric(self) -> Metric:
@@ -345,7 +345,7 @@ def _smoothed_loss(rows: MetricRows) -> NDArray[np.float64]:
 
 
 def _decaying_sum(values: NDArray[np.float64], decay: float, before: float) -> NDArray[np.float64]:
-    """Compute y[t] = decay * y[t - 1] + values[t], with y[-1] = `before`."""
+    """Compute the decaying sum y[t] = decay * y[t - 1] + values[t], with y[-1] = `before`."""
     size = _BLOCK_ROWS
     blocks = np.zeros((-(-len(values) // size), size))
     blocks.reshape(-1)[: len(values)] = values

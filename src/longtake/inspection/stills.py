@@ -194,7 +194,7 @@ def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
 
 
 def _jpeg(clip: Clip, frame: int, pool: "DecodePool") -> str:
-    """Decode one frame of a clip, and encode it as a small picture in base64."""
+    """Decode one frame of a clip, and encode it as a small JPEG in base64."""
     from PIL import Image
 
     from longtake.data.buckets import window_of

@@ -107,7 +107,7 @@ class Mark:
 
 
 def all_events(run: RunDirectory) -> list[dict[str, Any]]:
-    """Return the events of the run, its nodes and its evaluation servers, in order of time.
+    """Return the events of a run, its nodes and its evaluation servers, in order of time.
 
     Raises:
         RecordError: a file or folder cannot be read.
@@ -285,7 +285,7 @@ def goodput(
 
 
 def share_of_training(parts: Sequence[TimePart]) -> float | None:
-    """Return the share of `training` in the result of `goodput`, or None if no time has passed."""
+    """Return the share of a run's time that was training, from `goodput`; None without time."""
     total = sum(each.seconds for each in parts)
     return dict(parts)["training"] / total if total else None
 

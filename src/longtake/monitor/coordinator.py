@@ -77,7 +77,7 @@ def write_request(run: RunDirectory, request: node_dir.DumpRequest) -> node_dir.
 
 
 def run_step(heartbeat: Heartbeat, heartbeats: Iterable[Heartbeat]) -> int:
-    """Return the global step that a process works for; for a decode worker, its rank's step."""
+    """Return the global step at which a process is; for a decode worker, its rank's step."""
     if heartbeat.role == "rank":
         return heartbeat.step
     ranks = [each for each in heartbeats if each.role == "rank"]

@@ -40,7 +40,7 @@ _TOKENS = ("stall_", "asked_")
 
 @dataclass(frozen=True)
 class RunProcess:
-    """A process of a run: a rank, a decode worker, torchrun's agent or a descendant of them."""
+    """A process of a run to dump: a rank, a decode worker, torchrun's agent or a descendant."""
 
     pid: int
     role: ProcessRole
@@ -50,7 +50,7 @@ class RunProcess:
 
 
 def processes_of_run(folder: Path) -> list[RunProcess]:
-    """Find all processes of a run on this node by its heartbeat folder, except observers."""
+    """Find all processes of a run on this node, except observers, by its heartbeat folder."""
     heartbeats = [each for each in read_heartbeats(folder) if each.is_alive]
     # /proc is read once for all processes, not once for each.
     known = parents()
@@ -281,7 +281,7 @@ def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -
 
 @dataclass(frozen=True, eq=False)
 class ProcessTrace:
-    """A process over the rounds of its node's stack dump in which it existed."""
+    """One process in all rounds of its node's stack dump in which it existed."""
 
     host: str
     rounds: tuple[ProcessDump, ...]

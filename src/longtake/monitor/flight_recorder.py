@@ -215,7 +215,7 @@ class BlockedCollective:
 
 
 def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
-    """Find the collectives at which ranks wait; those that a rank holds up come first.
+    """Find collectives at which ranks wait; those that a rank holds up come first.
 
     Args:
         dumps: contents of flight recorders' files, by rank.
@@ -259,7 +259,7 @@ def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset
 
 
 def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
-    """Return the ranks that did not join a collective; a rank without a file counts as missing."""
+    """Return the ranks that did not join a collective; those without a recorder's file count."""
     return [
         rank
         for rank in op.ranks

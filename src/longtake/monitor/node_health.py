@@ -80,7 +80,7 @@ class NodeHealth:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop sampling; returns within about a second even if a probe hangs."""
+        """Stop sampling the node's health; returns within about a second even if a probe hangs."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
@@ -195,7 +195,7 @@ class HealthRules:
         self._left: dict[str, tuple[int, str]] = {}
 
     def wrong(self, numbers: system.Numbers, flagged: Sequence[outliers.Outlier]) -> dict[str, str]:
-        """Return a text for each current problem of the node, by a key that identifies it."""
+        """Return a text for each current problem of the node's health, by an identifying key."""
         found: dict[str, str] = {}
         for name in dict.fromkeys(each.signal.name for each in flagged):
             alike = [each for each in flagged if each.signal.name == name]
@@ -232,7 +232,7 @@ class HealthRules:
 
 
 def full_disks(numbers: system.Numbers) -> dict[str, float]:
-    """Return the free bytes of disks that are full or nearly full, by name.
+    """Return the free bytes of the node's disks that are full or nearly full, by name.
 
     Nearly full means less than min(5 GiB, 5 %) of space, or less than 1 % of inodes, is free.
     """
@@ -395,7 +395,7 @@ _MAX_WAITING = 60
 
 
 class HealthLog(QueueThread[dict[str, Any]]):
-    """Log of health samples, written in a thread of its own and kept below `max_bytes`."""
+    """Writer of health.jsonl, a node's health samples, in its own thread, below `max_bytes`."""
 
     def __init__(self, path: Path, max_bytes: int = _MAX_LOG_BYTES) -> None:
         self._path, self._max_bytes = path, max_bytes

@@ -141,7 +141,7 @@ def remove_heartbeats(dead: Iterable[Heartbeat]) -> None:
 
 @dataclass(frozen=True)
 class DeadRank:
-    """A rank whose process is gone without having ended normally."""
+    """A rank whose process is gone, though it did not end normally."""
 
     heartbeat: Heartbeat
     is_first: bool  # first of its launch on this node; others may have been killed because of it

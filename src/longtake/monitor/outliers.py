@@ -109,7 +109,7 @@ class LivingNodes:
         self._beats: dict[str, object] = {}
 
     def of(self, heartbeats: Mapping[str, Mapping[str, Any]], launch: str) -> list[str]:
-        """Return the nodes of this launch whose heartbeat changed since the last call."""
+        """Return the nodes of this launch whose watcher wrote a heartbeat since the last call."""
         # The beat and not the file's time, as clocks of nodes and of the disk differ.
         marks = {host: beat_of(each) for host, each in heartbeats.items()}
         before, self._beats = self._beats, dict(marks)
@@ -185,7 +185,7 @@ class NoiseEstimate:
         self._changes.append(abs(change))
 
     def deviation(self) -> float:
-        """Return the standard deviation of the number's noise, rather too large; 0: unknown."""
+        """Return the standard deviation of the number's noise, rather overestimated; 0: unknown."""
         changes, count = self._changes, self.count
         if not count:
             return 0.0
@@ -286,7 +286,7 @@ class Cusum:
         return self._is_bad
 
     def level(self) -> tuple[float, float]:
-        """Return medians of the value and the usual value over the windows that raised the sum.
+        """Return the number's median and its usual value, over the windows of the current rise.
 
         Medians, because the first window may have been bad for only a part of its time.
         """
@@ -358,7 +358,7 @@ class OutlierDetector:
     def judge(
         self, own: Mapping[str, float], others: Mapping[str, Mapping[str, float]]
     ) -> list[Outlier]:
-        """Add a window of the node's health numbers, and return all current outliers.
+        """Add a window of the node's health numbers, and return the node's current outliers.
 
         An outlier whose number is missing in this window, or has nothing to be compared with, stays
         for some windows.

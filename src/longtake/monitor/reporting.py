@@ -248,7 +248,7 @@ class QueueThread(Generic[_T]):
 
 
 class Terminal(QueueThread[str]):
-    """Writer of lines to the training's terminal, in a thread that may block.
+    """Writer of lines to the terminal of the training, in a thread that may block.
 
     The watcher writes there itself, as a rank that is stopped or holds the GIL could not. The line
     of a progress bar is erased; the bar continues on the next line.
@@ -404,7 +404,7 @@ _ROUNDING_SECONDS = 0.001  # precision of `seconds` in a dump
 
 
 class StallActions:
-    """Executes the recipe's `watch.action` on the suspects of a stall."""
+    """Executes the recipe's `watch.action`: kills processes suspected of a stall, or reports."""
 
     def __init__(
         self, target: WatchTarget, reporter: EventReporter, timeouts: PhaseTimeouts

@@ -195,7 +195,7 @@ class StallSnapshot:
 def _with_device_waits(
     ranks: Sequence[ProcessState], stalled: frozenset[int]
 ) -> list[ProcessState]:
-    """Mark ranks that wait for their GPU, which their Python calls do not show.
+    """Mark ranks as waiting for their GPU, which their Python calls do not show.
 
     These are ranks that do not move and either have an unfinished collective, according to the
     flight recorder, or are at the same line as most ranks.

@@ -186,7 +186,7 @@ class _Watcher:
         self._end()
 
     def _end(self) -> None:
-        """End the watcher: finish diagnoses and alerts, and remove the pages of dead processes."""
+        """End the watcher: finish diagnoses and alerts, remove heartbeats of dead processes."""
         # In the order in which they pass on events: the disk's thread, which writes all, is last.
         self._service.close(_END_SECONDS)
         self._health.close()

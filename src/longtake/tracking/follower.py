@@ -271,7 +271,7 @@ class Shutdown(StopSignal):
             threading.Thread(target=self._listen, name="parent", daemon=True).start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for `seconds` or until the request to end, and return True once it has come.
+        """Wait for `seconds`, or until the end is requested; return True once it is requested.
 
         Once the request has come, every call waits only 0.05 s.
         """
@@ -470,7 +470,7 @@ class Follower(KeptProcess):
             self.end()
 
     def close(self, wait_seconds: float = _CATCH_UP_SECONDS) -> None:
-        """Request the follower's end, and wait until the trackers have everything or have failed.
+        """Request the follower to end, and wait until trackers have everything or have failed.
 
         If another process's follower holds the lease, this returns at once: that one sends all.
 
@@ -520,7 +520,7 @@ class Followers:
         self._of_run: dict[RunDirectory, _RunFollower] = {}
 
     def serve(self, runs: Sequence[RunDirectory]) -> None:
-        """Start followers for runs with new records, and end those without.
+        """Start followers for runs with new records, and end those of runs without any.
 
         Args:
             runs: all runs; followers of runs that are not among them are ended.
@@ -609,7 +609,7 @@ def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
 
 
 def _state(run: RunDirectory) -> dict[Path, object]:
-    """Return the versions of a run's files that change with each row, event and result."""
+    """Return versions of those files of a run that change with each row, event and result."""
     paths = [run.metrics_path, run.events_path]
     with suppress(OSError):  # there are none yet
         paths += EvaluationDirectory(run).path.iterdir()

@@ -46,7 +46,7 @@ class Cursor:
         return Cursor()
 
     def save(self, path: Path) -> None:
-        """Write the tracker's position to its file, and flush the file to disk.
+        """Write this position of the tracker to a file, and flush the file to disk.
 
         Raises:
             OSError: the file cannot be written; the folder of a deleted run is not created again.

@@ -41,7 +41,7 @@ class TensorBoard:
         self._next = 0
 
     def open(self, first: int) -> int:
-        """Begin new event files; see `Tracker.open`."""
+        """Begin new event files of TensorBoard; see `Tracker.open`."""
         self._path.mkdir(exist_ok=True)  # no parents: a deleted run must not come back
         self._files = {
             "train": _EventFile(self._path, has_steps=True),
@@ -68,7 +68,7 @@ class TensorBoard:
         return self._next
 
     def close(self) -> int:
-        """Flush and close all event files; see `Tracker.close`."""
+        """Flush and close all event files of TensorBoard; see `Tracker.close`."""
         try:
             return self.flush()
         finally:
@@ -78,7 +78,7 @@ class TensorBoard:
 
 
 class _EventFile:
-    """An event file in TFRecord format: length and protobuf of each event, with checksums.
+    """TensorBoard's file of events (TFRecord): length, protobuf and checksums of each event.
 
     `tensorboard.summary.writer` writes the same, but importing it takes more memory than all else
     here. The file is created with its first event.

@@ -31,7 +31,8 @@ TRACKERS: Final = {
     "tensorboard": TrackerRow("TensorBoard", "TensorBoard", "tensorboard", "tensorboard"),
     "wandb": TrackerRow("Wandb", "W&B", "wandb", "longtake[wandb]"),
 }
-"""All trackers by their keys in the recipe's `tracking`; false, "off" or unset disables one."""
+"""All experiment trackers by their keys in the recipe's `tracking`; false, "off" or unset disables
+one."""
 
 
 class MediaFile(NamedTuple):
@@ -58,7 +59,7 @@ class TrackedRecord:
 
 
 class Tracker(Protocol):
-    """Protocol of an experiment tracker, used by one thread.
+    """Protocol of an experiment tracker (TensorBoard, W&B), used by one thread.
 
     Every method may raise any error of the tracker's library. Every record has a number, which
     rises strictly over all openings by all processes.
@@ -94,7 +95,7 @@ def wanted_trackers(section: TrackingSection) -> list[str]:
 
 
 def make_trackers(run: RunDirectory, section: TrackingSection) -> dict[str, Tracker]:
-    """Create the trackers that a recipe enables, by key, and import only their modules."""
+    """Create the trackers that a recipe enables, by key; only their modules are imported."""
     found = {}
     for key in wanted_trackers(section):
         module = import_module(f"longtake.tracking.{key}")

@@ -144,7 +144,7 @@ class Wandb:
 
 @dataclass
 class _Segment:
-    """The `.wandb` file that W&B writes now, and the number of the next row to arrive in it."""
+    """The `.wandb` file that W&B writes now, and the number of the row that comes next in it."""
 
     run: Any
     file: Any
@@ -275,7 +275,7 @@ class WandbFile:
 
 
 def rows_from(number: int, folder: Path, run_id: str) -> list[dict[str, Any]]:
-    """Read the rows of a W&B run numbered `number` and above, from its folder `wandb`."""
+    """Read the rows of a W&B run with `number` and above, from the `.wandb` files in a folder."""
     files = list(folder.glob(f"*run-*-{run_id}/run-{run_id}.wandb"))
     found: list[dict[str, Any]] = []
     for path in sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True):
