@@ -1,5 +1,6 @@
 """Steps of a small model in plain torch, and of a tiny FLUX and Wan."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -122,6 +123,7 @@ def make_tiny(
     kind: str = "lora",
     dtype: str = "fp32",
     device: DeviceBudget = CPU,
+    further: Sequence[str] = (),
     **training: Any,
 ) -> MetaStep:
     """Make a step of a tiny FLUX Kontext or Wan; `fill_weights` makes it one that can be run."""
@@ -131,5 +133,5 @@ def make_tiny(
     options |= {"trainable.rank": 4} if kind == "lora" else {}
     options |= {f"training.{key}": value for key, value in training.items()}
     changes = [f"{key}={value}" for key, value in options.items()]
-    recipe = config.changed(bare_recipe(Path("run")), [*_CHANGES[family], *changes])
+    recipe = config.changed(bare_recipe(Path("run")), [*_CHANGES[family], *changes, *further])
     return outline_step(recipe, device)

@@ -15,7 +15,8 @@ from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, opt
 from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import CPU, DeviceBudget, device_named
 from longtake.planner.record import Activations, BlockOption, BlockWeights
-from longtake.planner.trace import Subject, Tracer, seconds
+from longtake.planner.trace import Subject, Tracer
+from longtake.planner.tracker import seconds
 
 Threads = Callable[[int], None]
 

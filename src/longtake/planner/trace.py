@@ -5,45 +5,29 @@ or recomputes is seen. Results have shapes but no memory; a storage lives exactl
 would in a real run.
 """
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry
 
 from longtake.errors import CannotBePlannedError
 from longtake.models.streamed import NUM_BUFFERS
 from longtake.parallel.attention_trial import AttentionCase, case_of
 from longtake.planner import activation_checkpointing, kernels
 from longtake.planner.activation_offload import ActivationOffload
-from longtake.planner.block_weights import Floats, blocks_with, buffer_bytes, link_seconds
-from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, Target, rounded
-from longtake.planner.fake_tensors import CachedFakeMode, sent_bytes
+from longtake.planner.block_weights import Floats, blocks_with, link_seconds
+from longtake.planner.devices import DeviceBudget, Target
+from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet, watching
 from longtake.planner.record import KEEP, BlockWeights, Options
-
-# An operation takes as long as its arithmetic or its memory traffic, whichever is longer: a
-# roofline (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's
-# figures; these shares are usual for large transformers. Only ratios of such times are shown.
-_SHARE_OF_FLOPS = 0.7
-_SHARE_OF_FLOPS_IN_ATTENTION = 0.5
+from longtake.planner.repeats import Composition, Run, UnlikeError, find_runs, kind_of
+from longtake.planner.tracker import MemoryTracker, Span, StepSection, tensors
 
 _aten = torch.ops.aten
-_CAST = _aten._to_copy.default
-_FORMULAS = {
-    **flop_registry,  # knows formulas of CUDA's attention only
-    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
-        _aten._scaled_dot_product_flash_attention
-    ],
-    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
-        _aten._scaled_dot_product_flash_attention_backward
-    ],
-}
 
 
 @dataclass
@@ -68,16 +52,6 @@ class Subject:
     host_bytes: int | None = None  # limit of that memory; None: no limit
     gathers_in_bf16: bool = False
     """True if FSDP2 gathers fp32 weights as bf16 copies, which autocast need not cast."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """One section of a traced step, such as a block's forward pass: its memory and seconds."""
-
-    begin_bytes: int
-    end_bytes: int
-    peak_bytes: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -137,11 +111,15 @@ class Tracer:
         self.attentions: dict[AttentionCase, None] = {}
         """Distinct attention calls (shapes and types) that `watch_gradients` has seen."""
         self._fake = CachedFakeMode()
+        self._kinds = {name: kind_of(name, block) for name, block in subject.blocks.items()}
         with self._fake:
             make_fake(subject.model)
 
-    def trace(self, options: Options) -> StepTrace:
-        """Trace the step's memory and time, with each block run by its option."""
+    def trace(self, options: Options, *, composes: bool = True) -> StepTrace:
+        """Trace the step's memory and time, with each block run by its option.
+
+        With `composes`, of many equal blocks only a few run; the result is the same.
+        """
         blocks = self.subject.blocks
         weights = [options.get(name, KEEP).weights for name in blocks]
         with (
@@ -151,8 +129,15 @@ class Tracer:
             self._gradients_dropped(),
             checkpoint_is_quiet(),
         ):
-            sizes = [float(streamed.get(block, 0)) for block in blocks.values()]
-            return self._trace(options, np.array(sizes))
+            sizes = np.array([float(streamed.get(block, 0)) for block in blocks.values()])
+            with suppress(UnlikeError):
+                return self._trace(options, sizes, self._runs(options) if composes else [])
+            return self._trace(options, sizes, [])
+
+    def _runs(self, options: Options) -> list[Run]:
+        names = list(self.subject.blocks)
+        kinds = [(self._kinds[name], options.get(name, KEEP)) for name in names]
+        return find_runs(names, kinds)
 
     def watch_gradients(self) -> GradientWatch:
         """Run the step with all activations kept, and record where gradients do not arrive."""
@@ -184,8 +169,11 @@ class Tracer:
             for parameter in self.subject.model.parameters():
                 parameter.grad = None
 
-    def _trace(self, options: Options, streamed: Floats) -> StepTrace:
-        """Trace the step; `streamed` are the bytes [blocks] of weights that stay in host memory."""
+    def _trace(self, options: Options, streamed: Floats, runs: Sequence[Run]) -> StepTrace:
+        """Trace the step, without some blocks of the runs.
+
+        `streamed` are the bytes [blocks] of weights that stay in host memory.
+        """
         subject, tracker = self.subject, MemoryTracker(self.device)
         tracker.count_module(subject.model)
         tracker.hold_streamed(streamed)
@@ -193,6 +181,7 @@ class Tracer:
         if subject.gathers_in_bf16:
             tracker.ignore_casts_of(subject.model.parameters())
         reducer, offloaded = _GradientReducer(subject), dict[str, tuple[int, int]]()
+        composition = Composition(runs, tracker)
         if subject.is_accumulating:
             # Gradients of the micro-batches before.
             for parameter in subject.model.parameters():
@@ -200,7 +189,7 @@ class Tracer:
                     parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
                     tracker.count(parameter.grad)
         begun_at = tracker.begin()
-        subject.call_blocks_by(self._call(options, tracker, reducer, offloaded))
+        subject.call_blocks_by(self._call(options, tracker, reducer, offloaded, composition))
         observed = self._fake.observed_by(tracker.observe)
         with _kernels_of(self.device.target), reducer.hooked(), observed:
             inputs = subject.make_inputs()
@@ -214,7 +203,8 @@ class Tracer:
                 reducer.reduce()
             del loss
             tracker.mark("end")
-        trace = _step_trace(tracker, weight_bytes, input_bytes, subject, offloaded)
+        of_blocks = {name: offloaded[composition.equal_to(name)] for name in subject.blocks}
+        trace = _step_trace(composition.finish(), weight_bytes, input_bytes, subject, of_blocks)
         # A step also waits for copies from and to the host.
         blocks = list(trace.blocks.values())
         waits = link_seconds(
@@ -235,6 +225,7 @@ class Tracer:
         tracker: "MemoryTracker",
         reducer: "_GradientReducer",
         offloaded: dict[str, tuple[int, int]],
+        composition: Composition,
     ) -> activation_checkpointing.BlockCall:
         names = {block: name for name, block in self.subject.blocks.items()}
         on_cpu = self.device.target == "cpu"
@@ -243,11 +234,15 @@ class Tracer:
         def backward_begins(name: str) -> None:
             reducer.reduce()  # of the next block, whose backward pass has just ended
             tracker.mark(f"backward {name}")
+            composition.backward_begins(name)
 
         def call(block: nn.Module, *args: Any) -> Any:
             name = names[block]
+            if (left_out := composition.leave_out(name, args)) is not None:
+                return left_out[0]
             activations = options.get(name, KEEP).activations
             tracker.mark(f"before {name}")
+            composition.begins(name, args)
 
             def run(block: nn.Module, *args: Any) -> Any:
                 called: tuple[Any, ...] = (block, *args)
@@ -263,6 +258,7 @@ class Tracer:
             output = offload.call(
                 run, block, *args, offloads=activations in activation_checkpointing.OFFLOADED
             )
+            composition.ends(name, output)
             tracker.mark(f"after {name}")
             offloaded[name] = offload.last_bytes(on_cpu=on_cpu)
             return output
@@ -300,10 +296,10 @@ def trace_inference(
         with torch.no_grad(), _kernels_of(device.target), mode.observed_by(tracker.observe):
             run()
     tracker.mark("end")
-    spans = [span for _, span in tracker.marks]
+    spans = [mark.span for mark in tracker.marks]
     # The buffers hold two blocks from the beginning; if there are no more, nothing is copied.
     copied = tracker.marks[2:-1] if len(streamed) > NUM_BUFFERS else []
-    waits = [int(size) / device.link - span.seconds for size, span in copied]
+    waits = [int(mark.name) / device.link - mark.span.seconds for mark in copied]
     return InferenceTrace(
         weight_bytes,
         max(span.peak_bytes for span in spans),
@@ -349,128 +345,6 @@ class _FakeOffload(ActivationOffload):
         return torch.empty(copy.shape, dtype=copy.dtype, device=device)
 
 
-class MemoryTracker:
-    """Counts bytes of tensors from allocation to release, and the predicted time of operations."""
-
-    def __init__(self, device: DeviceBudget) -> None:
-        self.current_bytes = 0
-        self.marks: list[tuple[str, Span]] = []  # names, with the span that each of them ends
-        self.sent_bytes = self.ring_bytes = 0
-        self.attention_seconds = 0.0
-        on_cuda = device.target == "cuda"
-        self._device = device
-        self._granule = device.granule
-        self._workspace_bytes = (
-            kernels.cuda_workspace_bytes if on_cuda else kernels.cpu_workspace_bytes
-        )
-        self._sizes: dict[int, tuple[int, Any]] = {}
-        self._begin_bytes = self._peak_bytes = 0
-        self._seconds = 0.0
-        # Storages of weights whose casts take no memory, as they come in that type.
-        self._uncast: set[int] = set()
-
-    def ignore_casts_of(self, weights: Iterable[Tensor]) -> None:
-        self._uncast = {weight.untyped_storage()._cdata for weight in weights}
-
-    def count_module(self, module: nn.Module) -> None:
-        for tensor in (*module.parameters(), *module.buffers()):
-            self.count(tensor)
-
-    def count(self, tensor: Tensor) -> None:
-        """Count the memory of a tensor's storage, once, until it is released."""
-        storage = tensor.untyped_storage()
-        key = storage._cdata
-        if key not in self._sizes:
-            size = rounded(storage.nbytes(), self._granule)
-            # A weak reference: the tracker must not keep storages alive.
-            gone = weakref.ref(storage, lambda _: self._forget(key))
-            self._sizes[key] = size, gone
-            self.current_bytes += size
-            self._peak_bytes = max(self._peak_bytes, self.current_bytes)
-
-    def begin(self) -> int:
-        """Start to measure the first section of a step; return the bytes that are allocated."""
-        self._begin_bytes = self._peak_bytes = self.current_bytes
-        return self.current_bytes
-
-    def hold(self, num_bytes: int) -> None:
-        """Add bytes that belong to no tensor to the counted memory, or subtract them."""
-        self.current_bytes += num_bytes
-        self._peak_bytes = max(self._peak_bytes, self.current_bytes)
-
-    def hold_streamed(self, streamed: Floats) -> None:
-        """Count the buffers of streamed weights; on a GPU, subtract the weights [blocks]."""
-        if self._device.target == "cuda":
-            self.hold(-int(streamed.sum()))
-        self.hold(int(buffer_bytes(streamed)))
-
-    def mark(self, name: str) -> None:
-        """End the section of the step that is measured, under this name, and start the next."""
-        span = Span(self._begin_bytes, self.current_bytes, self._peak_bytes, self._seconds)
-        self.marks.append((name, span))
-        self._begin_bytes = self._peak_bytes = self.current_bytes
-        self._seconds = 0.0
-
-    def observe(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """Count the results, workspace and time of one operation of the traced step."""
-        if func is _CAST and args[0].untyped_storage()._cdata in self._uncast:
-            self._seconds += seconds(func, args, kwargs, result, self._device)
-            return
-        made = tensors(result)
-        before = self.current_bytes
-        for tensor in made:
-            self.count(tensor)
-        # A view takes neither memory nor time.
-        if func.is_view:
-            return
-        exchanged, around = sent_bytes(func, args)
-        self.sent_bytes += exchanged
-        self.ring_bytes += around
-        extra = self._workspace_bytes(func, args, made)
-        # A workspace is freed before the operation returns, so it counts in the peak alone.
-        self._peak_bytes = max(self._peak_bytes, self.current_bytes + extra)
-        # Other operations only read metadata.
-        if self.current_bytes > before or func._schema.is_mutable:
-            taken = seconds(func, args, kwargs, result, self._device)
-            self._seconds += taken
-            self.attention_seconds += taken if _is_attention(func) else 0.0
-
-    def _forget(self, key: int) -> None:
-        size, _ = self._sizes.pop(key)
-        self.current_bytes -= size
-
-
-def seconds(
-    operation: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: DeviceBudget
-) -> float:
-    """Predict the seconds of one operation that creates or changes a tensor."""
-    packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
-    touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
-    moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *tensors(result)))
-    traffic = moved / (device.bandwidth * SHARE_OF_BANDWIDTH)
-    formula = _FORMULAS.get(packet)
-    if formula is None:
-        return traffic
-    share = _SHARE_OF_FLOPS_IN_ATTENTION if _is_attention(packet) else _SHARE_OF_FLOPS
-    count = formula(*args, **kwargs, out_val=result)
-    is_convolution = "convolution" in str(packet)
-    rate = (device.convolution_flops if is_convolution else device.flops)(touched[0].dtype)
-    return max(traffic, float(count) / (rate * share))
-
-
-def _is_attention(operation: Any) -> bool:
-    return "attention" in str(operation)
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of an operation's result or argument, which may be a sequence."""
-    if isinstance(value, Tensor):
-        return [value]
-    if isinstance(value, Iterable):
-        return [each for each in value if isinstance(each, Tensor)]
-    return []
-
-
 class _GradientReducer:
     """Reduces the gradients of a sharded model as FSDP2 does, unless they accumulate.
 
@@ -494,9 +368,11 @@ class _GradientReducer:
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
             for parameter in (trained if self._is_active else [])
         ]
-        yield
-        for hook in hooks:
-            hook.remove()
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
@@ -526,14 +402,14 @@ def _kernels_of(target: Target) -> AbstractContextManager[None]:
 
 
 def _step_trace(
-    tracker: MemoryTracker,
+    marks: Sequence[StepSection],
     weight_bytes: int,
     input_bytes: int,
     subject: Subject,
     offloaded: Mapping[str, tuple[int, int]],
 ) -> StepTrace:
     """Compute a step's trace from the tracker's marks, each of which ends a section of the step."""
-    spans = tracker.marks
+    spans = [(mark.name, mark.span) for mark in marks]
     # Reversed, so that the first mark of each name counts.
     ends = {name: index for index, (name, _) in reversed(list(enumerate(spans)))}
     # A block's bytes are read at the next one, so all have to run once each, in order.
@@ -556,9 +432,9 @@ def _step_trace(
         front_peak_bytes=_joined([span for _, span in spans[:first_block]]).peak_bytes,
         loss_span=_joined([span for _, span in spans[loss_at : loss_at + 2]]),
         seconds=sum(span.seconds for _, span in spans),
-        sent_bytes=tracker.sent_bytes,
-        ring_bytes=tracker.ring_bytes,
-        attention_seconds=tracker.attention_seconds,
+        sent_bytes=sum(mark.sent_bytes for mark in marks),
+        ring_bytes=sum(mark.ring_bytes for mark in marks),
+        attention_seconds=sum(each for mark in marks for each in mark.attention),
     )
 
 
