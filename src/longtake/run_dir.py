@@ -306,7 +306,7 @@ class ReportedVerdict(TypedDict):
 
 @fsio.with_other_fields
 class ReportedState(TypedDict):
-    """The state of the run around a verdict: the checkpoint's step that it could go back to."""
+    """The state of the run around a verdict: the step of the checkpoint it could go back to."""
 
     checkpoint: fsio.Count | None
 

@@ -168,7 +168,10 @@ _PROC_FILES = ("status", "wchan", "stack", "syscall")
 
 
 def dump_all(processes: Mapping[int, Path | None]) -> dict[int, StackDump]:
-    """Dump the stacks of processes in parallel, given as pid and signal file, without C calls."""
+    """Dump the stacks of processes in parallel, without C calls.
+
+    `processes` has the file to which each process writes its stacks at SIGUSR2, by pid.
+    """
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="dump") as threads:
         begun = {
             pid: threads.submit(dump_process, pid, file, False) for pid, file in processes.items()

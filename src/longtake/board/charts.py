@@ -54,7 +54,7 @@ class Axes:
 
 
 def line_plot(lines: Sequence[Line], axes: Axes, bands: Sequence[Band] = ()) -> Markup | None:
-    """Draw a plot of lines with each pixel's minimum and maximum; None if there is none to draw.
+    """Draw a plot of lines with each pixel's minimum and maximum; None without any line.
 
     A spike of a single number is drawn, however many numbers share its pixel.
     """

@@ -105,7 +105,7 @@ def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any])
 
 
 def current_batch(facts: RunFacts) -> int | None:
-    """Return the number of batches that the run has trained; None before its first step."""
+    """Return how many batches of its plan the run has passed; None before its first step."""
     kept = facts.rows.kept
     if not len(kept):
         return None

@@ -341,7 +341,7 @@ def _plot(
 
 
 def _binned(series: Mapping[str, tuple[Numbers, Numbers]]) -> tuple[Numbers, Numbers]:
-    """Reduce nodes' health numbers to equal spans of time: their middles, and [nodes, spans].
+    """Return the middles of equal time spans, and [nodes, spans] one health number for each.
 
     A span's number is the one furthest from the node's mean, so that spikes stay. Spans without any
     number are left out.

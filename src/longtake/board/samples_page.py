@@ -307,7 +307,7 @@ def measures_of(preset: SampledPreset, now: int) -> list[Measured]:
 
 
 def said_of_alarm(alarm: Alarm) -> str:
-    """Describe an alarm of samples' measures. Only drift is one; others are comparisons.
+    """Describe an alarm about a preset's measures; all alarms but drift are called comparisons.
 
     Early models differ from their training clips by nature.
     """

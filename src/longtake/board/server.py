@@ -126,7 +126,7 @@ class Board:
         return ["" if name == "." else name for name in names]
 
     def other_runs(self, name: str) -> dict[str, RunDirectory]:
-        """Return the other runs by name; the listing is cached for `_LISTED_SECONDS`."""
+        """Return the runs except `name`, by name; the listing is cached for `_LISTED_SECONDS`."""
         now = time.monotonic()
         if self._listed is None or now - self._listed[0] > _LISTED_SECONDS:
             self._listed = now, self.run_names()
@@ -300,7 +300,10 @@ def _stream(request: Request, read: Callable[[], dict[str, Any]], seconds: float
 
 
 class _EventStream(StreamingResponse):
-    """An event stream that counts from its creation: simultaneous requests obey the limit."""
+    """A stream of events that counts against the limit of streams from its creation on.
+
+    So simultaneous requests obey the limit.
+    """
 
     def __init__(self, board: Board, events: AsyncIterator[bytes], **options: Any) -> None:
         super().__init__(events, **options)

@@ -446,7 +446,7 @@ def _copy_command(each: NodeDifference) -> str:
 
 
 def _one_of(each: NodeDifference) -> str:
-    """Return the shell-quoted name of a node that has the value of the majority."""
+    """Return the quoted name of a node that has the majority's value of a differing fact."""
     return shlex.quote(each.values[str(each.majority)][0])
 
 

@@ -151,7 +151,7 @@ def _kill_own_group() -> NoReturn:
 def _commands(
     nodes: Sequence[str], port: int, recipe: Path | None, changes: Sequence[str], seconds: float
 ) -> dict[str, str]:
-    """Return each node's shell command for the preflight; the first node serves the store."""
+    """Return each node's shell command for the preflight; the first node serves torch's store."""
     arguments = [] if recipe is None else [str(recipe)]
     arguments += [word for each in changes for word in ("--set", each)]
     command = program("longtake", "preflight", *arguments, "--timeout", f"{seconds:g}", "--relayed")

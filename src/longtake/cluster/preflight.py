@@ -79,7 +79,7 @@ class _Measured:
 def preflight(
     path: Path | None = None, changes: Sequence[str] = (), seconds: float = 120.0
 ) -> tuple[findings.PreflightReport | None, bool]:
-    """Check this node, or with the other started processes all nodes, before a run.
+    """Check this node before a run, or all nodes if further processes were started with it.
 
     Args:
         path: the recipe's file; None: check what every run needs.

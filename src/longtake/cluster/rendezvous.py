@@ -107,7 +107,7 @@ class Rendezvous:
         return self._read(f"preflight/{name}")
 
     def close(self) -> None:
-        """Leave the exchange once rank 0 does; the process that serves the store leaves last."""
+        """Leave the exchange once rank 0 does; the process that serves torch's store is last."""
         if self.store is None:
             return
         self.from_first("end", True)
@@ -189,7 +189,7 @@ def _store(process: ProcessInfo, seconds: float) -> "Store":
 
 
 def _loopback_socket(host: str, port: int) -> int | None:
-    """Open a socket for the store that only this machine can reach; None if `host` is another.
+    """Open a socket for torch's store that only this machine can reach; None for other hosts.
 
     Without such a socket torch listens on all addresses.
     """

@@ -223,7 +223,7 @@ class CheckpointEvaluator:
         return self._loaded[1]
 
     def _loader_of(self, run: RunDirectory) -> SamplerLoader:
-        """Return what loads samplers of a run by its current recipe; only one stays in memory."""
+        """Return the loader of samplers for a run and its current recipe; it replaces any other."""
         recipe = pending.target_version(run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             # Both are freed before the next model is loaded: two may not fit into memory.

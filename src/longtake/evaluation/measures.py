@@ -413,8 +413,8 @@ _MARGIN = 0.1
 """Margin around the training clips' range of a measure, as a share of that range: quantiles of a
 few dozen clips are rough."""
 DRIFT_CHECKPOINTS = 4
-"""Number of checkpoints in a row at which a measure must rise (or fall) for an alarm. As many first
-results are taken to show a model that learns."""
+"""Number of checkpoints in a row at which a measure must rise (or fall) for an alarm. The same
+number of first results is taken to show a model that still learns."""
 DRIFT_CHANGE = 0.05
 """Least total change of a measure for a drift alarm, as a share of its `base`."""
 _TREND_CHECKPOINTS, _TREND_SIGMAS, _TREND_CHANGE = 8, 3.0, 4.0

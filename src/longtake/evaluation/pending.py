@@ -246,7 +246,10 @@ class PendingTasks:
         return self._cache.get(folder / "scores.json", read_key) == task.key
 
     def _committed(self, run: RunDirectory) -> dict[int, CommittedWeights]:
-        """Return a run's committed checkpoints by step; one that cannot be read has no keys."""
+        """Return what weights a run's committed checkpoints have, by step.
+
+        A checkpoint whose file COMMITTED cannot be read has no keys of weights.
+        """
         committed = {}
         for step in sorted(run.checkpoint_folders()):
             path = run.checkpoint_path(step) / _COMMITTED
@@ -288,7 +291,7 @@ class PendingTasks:
                 yield replace(task, attempts=attempts.number, waited_seconds=waited)
 
     def _is_whole(self, task: EvaluationTask) -> bool:
-        """Return whether a task's checkpoint has all its files; they may still be being copied."""
+        """Return whether a task's checkpoint has all its files; it may still be being copied."""
         weights = task.preset.weights
         folder = task.checkpoint / weights
 
@@ -314,7 +317,7 @@ class PendingTasks:
         return not self._options.follows or seconds > _ARRIVING_SECONDS
 
     def _seconds_seen(self, *thing: object) -> float:
-        """Return the seconds since which each look at the run, also this one, has seen a thing."""
+        """Return the seconds for which all looks at the run, up to this one, have seen a thing."""
         now = time.monotonic()
         return now - self._seen.setdefault(thing, self._first_seen.get(thing, now))
 

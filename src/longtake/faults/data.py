@@ -104,7 +104,7 @@ def one_clip_removed(site: TrainingSite, evidence: Evidence) -> None:
 
 
 def _resume_by_policy(evidence: Evidence, old: Catalog, policy: Policy) -> None:
-    """Resume with `data.on_change`, train to the end, and check that policy's guarantees.
+    """Resume with this value of `data.on_change`, train to the end, and check its guarantees.
 
     `merge`: epoch 0 consists of the clips consumed before and the rest of the new catalog.
     `finish`: epoch 0 is the old catalog. With both, later epochs are the new catalog, and the steps
@@ -373,7 +373,7 @@ def resume(evidence: Evidence) -> None:
 
 
 def _resume_from_older(evidence: Evidence, damaged: str) -> None:
-    """Resume a run whose newest checkpoint has a damaged file from the older one, and check it."""
+    """Resume a run from its older checkpoint, as the newest is damaged, and check the results."""
     site = evidence.site
     older, newest = site.run.checkpoint_steps()[-2:]
     with site.launch() as process:

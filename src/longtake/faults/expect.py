@@ -55,7 +55,7 @@ class SampleCounts:
 
 @dataclass(frozen=True)
 class Recovery:
-    """The resumption of a run after it lost a rank: from which step, and when."""
+    """The resumption of a run that lost a rank: its event, newest checkpoint and duration."""
 
     resumed: ObservedEvent | None
     newest: int  # step of the newest complete checkpoint at that time

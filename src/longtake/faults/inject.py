@@ -285,7 +285,7 @@ INJECTIONS: dict[str, Callable[[Trigger, StepFunctions], StepFunctions]] = {
 
 
 def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
-    """Add to the step's functions: write a checksum of this rank's weights after each update."""
+    """Return step functions that also write a checksum of this rank's weights after updates."""
 
     def update(session: Session, state: TrainingState, *of_step: Any) -> float:
         rate = step.update(session, state, *of_step)

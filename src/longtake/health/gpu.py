@@ -169,7 +169,7 @@ def _read(nvml: Any, handle: Any) -> Iterator[tuple[str, float]]:
 
 
 def _readers(nvml: Any) -> Mapping[str, tuple[Callable[[Any], float], float]]:
-    """Return by name of a GPU's health number its reader, and the factor to its unit."""
+    """Return the reader of each health number of a GPU by name, with the factor to its unit."""
 
     def clock(kind: int) -> Callable[[Any], float]:
         return lambda gpu: nvml.nvmlDeviceGetClockInfo(gpu, kind)

@@ -246,7 +246,7 @@ class DiskProbe(HealthProbe):
 
 
 def write_sync_seconds(path: Path, num_bytes: int = _PROBE_BYTES) -> float:
-    """Write a small random file with fsync, and return the seconds that it took; it stays.
+    """Write a small random file with fsync, and return the seconds this took; the file stays.
 
     Raises:
         OSError: the file cannot be written.

@@ -277,7 +277,7 @@ def next_commands(
 
 
 def command_to_sample(run: RunDirectory) -> str:
-    """Return the `longtake sample` command for a run, with values that work.
+    """Return a complete `longtake sample` command that samples a run.
 
     For a model with further inputs, it passes those, and the caption, of a clip from the catalog.
     """
@@ -463,7 +463,7 @@ def samples_of_step(report: GuardReport, step: int) -> list[ReportedSample]:
 def _clips(
     run: RunDirectory, step: int, rows: MetricRows, report: _Report | None
 ) -> dict[str, Any]:
-    """Return clips of a step: from the guard's report, else from the ledger if it was kept."""
+    """Return clips of a step: from the guard's report or, if the step was kept, the ledger."""
     if report is not None:
         shown = step if report.samples_of(step) else report.step
         reported = report.samples_of(shown)

@@ -24,7 +24,7 @@ MEDIA_TYPES: Final = {
 
 
 def folder_names(top: Path, name: str) -> list[str]:
-    """Return the sorted names of the subfolders of a folder below `top`.
+    """Return the sorted names of the subfolders of a folder below the folder `top`.
 
     Names that are no text are left out, and so are links. The list is empty if the folder does not
     exist, or if a part of its path is a link.
@@ -33,7 +33,7 @@ def folder_names(top: Path, name: str) -> list[str]:
 
 
 def file_names(top: Path, name: str) -> list[str]:
-    """Return the sorted names of the files in a folder below `top`; rules as in `folder_names`."""
+    """Return the sorted names of a folder's files, by the rules of `folder_names`."""
     return _names(top, name, lambda entry: entry.is_file(follow_symlinks=False))
 
 
@@ -55,14 +55,14 @@ def is_text(name: str) -> bool:
 
 
 def is_folder_below(top: Path, name: str) -> bool:
-    """Return whether the path `name` below `top` is a folder, and no part of it is a link."""
+    """Return whether the path `name` below folder `top` is a folder, without any link in it."""
     with suppress(OSError, ValueError), open_folder_below(top, PurePosixPath(name).parts):
         return True
     return False
 
 
 def read_below(top: Path, name: str, kind: fsio.Kind[_T], max_bytes: int = 2**26) -> _T | None:
-    """Read a JSON file below `top` as a record of a kind; return None if it does not exist.
+    """Read a JSON file below the folder `top` as a record; return None if it does not exist.
 
     Raises:
         RecordError: the file cannot be read, has more than `max_bytes`, or is not such a record.

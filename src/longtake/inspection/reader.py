@@ -169,7 +169,7 @@ class RunReader:
         return self._rows
 
     def kept(self, what: str, version: Hashable, read: Callable[[], T]) -> T:
-        """Return the cached result of `read`, called again only if `version` has changed.
+        """Return a cached fact of the run, by `read`, which is called if the version changes.
 
         Two threads that call this at once may both call `read`.
         """

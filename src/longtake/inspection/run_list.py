@@ -201,7 +201,7 @@ def _newest_records(path: Path, kind: fsio.Kind[_T]) -> Iterator[_T]:
 
 
 def _read_evaluations(run: RunDirectory, found: RunSummary) -> RunSummary:
-    """Set a summary's newest sample of all presets, and add drift alarms of the newest scores."""
+    """Set the newest sample in a run's summary, and add drift alarms of the newest scores."""
     directory, newest, alarms = EvaluationDirectory(run), (-1, ""), list(found.alarms)
     for preset in folder_names(run.path, "evaluations"):
         folders = folder_names(run.path, f"evaluations/{preset}")

@@ -178,7 +178,7 @@ def _steps(run: RunDirectory, preset: str) -> Iterator[int]:
 
 
 def _read(run: RunDirectory, name: str, kind: fsio.Kind[R], use: Callable[[R], T], kept: Keep) -> T:
-    """Return `use(record)` of a JSON file of a run, cached until the file changes; follow no link.
+    """Return `use(record)` for a JSON file of a run, cached until it changes; follow no link.
 
     Raises:
         RecordError: the file is not such a record, or too large.

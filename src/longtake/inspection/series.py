@@ -96,7 +96,7 @@ def read_series(
 
 
 def abandoned_branches(rows: MetricRows) -> list[AbandonedBranch]:
-    """Return branches, steps given up when the run went back, in order; at most the 100 longest."""
+    """Return the branches (steps that the run gave up by going back) in order: the 100 longest."""
     firsts, lasts = abandoned_spans(rows)
     longest = np.sort(np.argsort(firsts - lasts, kind="stable")[:_MOST_BRANCHES])
     found = []

@@ -39,7 +39,7 @@ class RunDumps:
 
 
 def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
-    """Dump the stacks of all processes of a run, through the nodes' watchers; none is needed here.
+    """Dump the stacks of all processes of a run by its nodes' watchers; this node needs none.
 
     Raises:
         RunError: the folder is not a run directory, or no process of the run is alive.
@@ -76,7 +76,7 @@ def dump_run(run: RunDirectory, *, native: bool) -> RunDumps:
 
 
 def dump_process_tree(pid: int, *, native: bool) -> RunDumps:
-    """Dump the stacks of a process of this node and of all its descendants.
+    """Dump the stacks of a process on this node and of all its descendants.
 
     Raises:
         RunError: there is no such process, or it belongs to another user.

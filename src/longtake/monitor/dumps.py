@@ -251,7 +251,7 @@ def _as_json(thread: stacks.ThreadStack) -> dict[str, Any]:
 
 
 def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) -> None:
-    """Add C calls to the stacks of the last round of a dump, longest in their phase first."""
+    """Add C calls to the last round of a stack dump, first of processes longest in their phase."""
     dump: Any = {"host": host, "rounds": rounds}
     there = [
         each

@@ -39,7 +39,7 @@ _PEERS = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")
 
 
 class FlightRecorderError(errors.LongtakeError, ValueError):
-    """Error of a file that cannot be read as a dump of a flight recorder."""
+    """Error: a file cannot be read as a dump of torch's flight recorder."""
 
 
 # --- Files, in the heartbeat folder: a pipe and a dump for each rank.
@@ -259,7 +259,7 @@ def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset
 
 
 def _missing(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> list[int]:
-    """Return the ranks that did not join a collective; those without a recorder's file count."""
+    """Return the ranks that did not join a collective, also those without a recorder's file."""
     return [
         rank
         for rank in op.ranks

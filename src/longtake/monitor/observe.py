@@ -331,7 +331,7 @@ class PhaseTimeouts:
     def overdue(
         self, heartbeats: Iterable[Heartbeat], now: float, within: float = 0.0
     ) -> list[Overdue]:
-        """Return processes over their phase's limit, now or `within` seconds, longest first."""
+        """Return processes over their phase's limit now or in `within` seconds, longest first."""
         limits = ((each, self.limit_of(each, now)) for each in heartbeats)
         found = [Overdue(each, limit) for each, limit in limits if limit is not None]
         late = (each for each in found if each.heartbeat.seconds + within > each.limit)

@@ -103,7 +103,7 @@ def peers_of(host: str, hosts: Sequence[str]) -> list[str]:
 
 
 class LivingNodes:
-    """Finds the nodes whose watchers still write heartbeats; others are gone or hang."""
+    """Finds the nodes whose watchers still write heartbeats; other nodes are gone or hang."""
 
     def __init__(self) -> None:
         self._beats: dict[str, object] = {}

@@ -102,7 +102,7 @@ def watch_target(
 
 
 class NoAnswerError(OSError):
-    """Error of a run directory whose disk does not answer in time."""
+    """Error: the disk of the run directory does not answer in time."""
 
 
 class RunDirThread:

@@ -19,7 +19,7 @@ moved on in the meantime.
 
 @dataclass(frozen=True)
 class Suspect:
-    """A process that others wait for or that hangs by itself, or a node that gives no answer."""
+    """A suspect of a stall: a process that others wait for or that hangs, or a silent node."""
 
     host: str
     pid: int  # 0 for a node

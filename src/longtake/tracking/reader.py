@@ -133,7 +133,10 @@ class UpdateReader:
         return is_long
 
     def _scores(self, path: Path) -> Scores | None:
-        """Read an evaluation's scores.json; None: unreadable. A damaged file waits for a change."""
+        """Read the scores.json of an evaluation; None if it cannot be read.
+
+        A damaged file is not read again until it changes.
+        """
         try:
             status = path.stat()
             # ctime too: a copy may have the size and the mtime of the damaged file.
