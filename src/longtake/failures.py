@@ -130,7 +130,7 @@ def failures_of_launch(run: RunDirectory, launch: str) -> list[RankFailure]:
 def failures_of_processes(
     run: RunDirectory, pids: Collection[int], since: str
 ) -> list[RankFailure]:
-    """Read the failures of these ranks of this node since a time, without the watcher's records.
+    """Read the failures since a time of this node's ranks with `pids`; not those by watchers.
 
     Args:
         run: the run directory.

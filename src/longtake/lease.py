@@ -131,7 +131,7 @@ class Lease:
 
 
 class Leases:
-    """Takes leases for this process, and remembers for how long others' have not changed.
+    """Takes leases for this process, and remembers how long others' leases have not changed.
 
     Args:
         seconds: time within which this process promises to renew a lease.

@@ -13,7 +13,7 @@ from longtake.config.values import Shape
 
 @dataclass(frozen=True)
 class Metric:
-    """How one metric of metrics.jsonl is stored and plotted; see `METRICS`."""
+    """Storage and plots of one metric of metrics.jsonl; see `METRICS`."""
 
     label: str = ""
     """Name of the metric in plots; empty: it is not drawn."""

@@ -132,7 +132,7 @@ class Round(TypedDict):
     """Stack dumps of all processes of a node at about the same moment."""
 
     seconds: float
-    """Seconds from the first round of the dump to this one."""
+    """Seconds from the first round of the dump to this round."""
     processes: list[ProcessDump]
 
 

@@ -186,7 +186,7 @@ _FAR, _FAR_OF_HEALTHY = 6.0, 2.0  # multiples of the measured spread, and of hea
 
 
 def find_far(values: Mapping[_K, float], signal: HealthSignal) -> dict[_K, float]:
-    """Return those values of a health number that are far worse than the median of all.
+    """Return the values of a health number that are far worse than the median of all.
 
     Pages use it on current numbers. A watcher's `OutlierDetector` judges whole windows and reports
     fewer outliers.

@@ -324,7 +324,7 @@ class GuardReport(TypedDict):
 
 
 def last_ending(kinds: Iterable[str]) -> RunEnding | None:
-    """Return how the run's last launch ended, from the kinds of the run's events in order.
+    """Return the way in which the run's last launch ended, from its events' kinds in order.
 
     None: no ending is recorded, because the launch still runs or was killed.
     """

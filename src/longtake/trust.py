@@ -223,7 +223,7 @@ class RestrictedUnpickler(pickle.Unpickler):
         self._allowed = allowed
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return what replaces a class or function that the pickle names.
+        """Return the replacement of a class or function that the pickle names.
 
         Raises:
             pickle.UnpicklingError: the name is not allowed.

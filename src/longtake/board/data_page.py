@@ -105,7 +105,7 @@ def write_catalog_report(out: Path, loaded: LoadedData, summary: dict[str, Any])
 
 
 def current_batch(facts: RunFacts) -> int | None:
-    """Return how many batches of its plan the run has passed; None before its first step."""
+    """Return the number of batches of its plan that the run has passed; None before step 1."""
     kept = facts.rows.kept
     if not len(kept):
         return None

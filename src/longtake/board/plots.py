@@ -63,7 +63,7 @@ PANELS: Final = tuple(
 
 
 def panels_of(rows: MetricRows) -> list[Panel]:
-    """Return the plots of a run, without those of whose metrics it has no numbers."""
+    """Return the plots of a run; a plot is left out if the run has no numbers for it."""
     return [
         each
         for each in PANELS

@@ -64,7 +64,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """What the samples page shows by the URL's query; defaults where that is missing or invalid."""
+    """Choices of the samples page by the URL's query; defaults where missing or invalid."""
 
     preset: str
     step: int
@@ -329,7 +329,7 @@ def _earlier(preset: SampledPreset) -> list[tuple[str, str]]:
 def _offered(
     facts: RunFacts, presets: Mapping[str, SampledPreset], preset: SampledPreset
 ) -> list[tuple[str, str]]:
-    """Return what a result can be compared with (values of the query's `with`), with titles."""
+    """Return the results with which one can be compared (values of `with`), with titles."""
     scenes = set(preset.scenes)
     alike = [
         (f"preset:{name}", f"{name} ({each.weights or 'weights not known'})")

@@ -406,7 +406,7 @@ register_url_convertor("text", _Text())
 def make_app(
     folder: Path, *, hosts: frozenset[str], token: str | None = None, port: int = DEFAULT_PORT
 ) -> Guard:
-    """Return the board's web application, which answers requests for these host names only."""
+    """Return the board's web application; it answers requests for the given host names only."""
     app = Starlette(
         routes=[
             Route("/", show_runs),

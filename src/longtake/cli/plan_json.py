@@ -209,7 +209,7 @@ def _stage_cost(stage: "StageCost") -> dict[str, Any]:
 
 
 def _facts(record: object, *keys: str) -> dict[str, Any]:
-    """Return attributes of a planner's record by these keys; `x_gib` is `x_bytes` in GiB."""
+    """Return the attributes `keys` of a planner's record; `x_gib` is `x_bytes` in GiB."""
     facts: dict[str, Any] = {}
     for key in keys:
         if key.endswith("_gib"):

@@ -296,7 +296,7 @@ def ring_rounds(count: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def _time_link(peer: int, *, is_sender: bool) -> float:
-    """Return the MB/s of the link to a peer: the best of some bursts, as others may use it."""
+    """Return the MB/s of the link to a peer: of the best of some bursts, as others may use it."""
     load = torch.zeros(_load_bytes(), dtype=torch.uint8, device=_device())
     reply, num_sends = torch.zeros(1, device=load.device), torch.zeros(1, device=load.device)
     forth, back = (dist.send, dist.recv) if is_sender else (dist.recv, dist.send)

@@ -497,7 +497,7 @@ def measure_packages(context: CheckContext) -> Facts:
 
 
 def judge_packages(facts: FactsByNode) -> CheckResult:
-    """Compare packages of nodes: differences are errors for those that compute.
+    """Compare the nodes' packages: differences of packages that compute are errors.
 
     These are `COMPUTING_PACKAGES`. For other packages that longtake requires they are warnings, for
     all others notes.

@@ -68,7 +68,7 @@ class Rendezvous:
             self.store.set(f"preflight/doing/{self.process.rank}", what)
 
     def gather(self, name: str, facts: Any) -> dict[int, Any]:
-        """Collect a check's facts of all processes on rank 0; others wait for it, and get {}.
+        """Collect facts of all processes on rank 0; the other ranks wait for it, and get {}.
 
         Raises:
             SilentProcessError: a process has not answered in time.

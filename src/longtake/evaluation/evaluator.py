@@ -134,7 +134,7 @@ class SampleEvaluator:
         videos: list[evaluation_dir.VideoScores],
         folder: Path,
     ) -> dict[str, float]:
-        """Add the preset's own measures to each video's; return those of all videos together."""
+        """Add the preset's own measures to each video's; return measures of all videos together."""
         # All videos of a preset at once may not fit into memory.
         again = Reread([folder / each["file"] for each in videos])
         prompts, fps = [each["prompt"] for each in videos], task.preset.settings.fps

@@ -64,7 +64,7 @@ sampling does not need."""
 
 @dataclass(frozen=True)
 class RemoteRun:
-    """A run at the source (where it is trained), its mirror here, and an index of its files."""
+    """A run at the source (where it is trained), its local mirror, and an index of its files."""
 
     name: str
     mirror: RunDirectory
@@ -129,7 +129,7 @@ def _claimed_results(mirror: RunDirectory) -> list[str]:
 
 
 class MirrorFolder:
-    """The folder here that holds mirrored runs: of one source, and by one process at a time."""
+    """The local folder that holds mirrored runs: of one source, and by one process at a time."""
 
     def __init__(self, path: Path, address: transports.Address) -> None:
         self.path, self.index = path, path / _INDEX
@@ -228,7 +228,7 @@ class Mirror:
         self._stack.callback(transport.close)
 
     def look(self) -> list[RemoteRun]:
-        """Mirror the records of the source's runs, and return these; [] if another process does."""
+        """Mirror the source's records, and return its runs; [] if another process mirrors them."""
         if not self._folder.take(self._stack):
             return []
         with self._folder.writing():
@@ -249,7 +249,7 @@ class Mirror:
         return runs
 
     def pull(self, run: RemoteRun, steps: Iterable[int]) -> list[Pulled]:
-        """Copy a run's checkpoints of these steps, in this order, without optimizer state.
+        """Copy the checkpoints of `steps` from the source, in this order, without optimizer state.
 
         Checkpoints that are here already, or gone at the source, are skipped. One that was saved
         again at the source waits while a server needs the copy that is here.

@@ -30,7 +30,7 @@ oldest."""
 
 @dataclass(frozen=True)
 class Backlog:
-    """Which of the checkpoints that wait are evaluated (option --backlog): all, newest, every=K."""
+    """Choice of the waiting checkpoints to evaluate (option --backlog): all, newest, every=K."""
 
     every: int | None = 1  # steps that are multiples of it; None: the newest step only
 
@@ -39,7 +39,7 @@ class Backlog:
         return self.every is not None
 
     def choose(self, steps: Sequence[int], *, with_last: bool) -> list[int]:
-        """Choose checkpoints from ascending steps; return these in the order of their evaluation.
+        """Choose checkpoints from ascending steps, and return them in the order of evaluation.
 
         The oldest comes first, because a run deletes the oldest first. With `with_last`, the newest
         is always chosen, because no newer one will come.
@@ -157,7 +157,7 @@ class ServerOptions:
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDirectory]:
-    """Return the run directories that these folders are or contain, each once."""
+    """Return the run directories among and in the folders `places`, each once."""
     found: dict[Path, RunDirectory] = {}
     for place in places:
         inside = sorted(place.iterdir()) if place.is_dir() else []

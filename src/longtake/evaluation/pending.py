@@ -246,7 +246,7 @@ class PendingTasks:
         return self._cache.get(folder / "scores.json", read_key) == task.key
 
     def _committed(self, run: RunDirectory) -> dict[int, CommittedWeights]:
-        """Return what weights a run's committed checkpoints have, by step.
+        """Return the weights that a run's committed checkpoints have, by step.
 
         A checkpoint whose file COMMITTED cannot be read has no keys of weights.
         """
@@ -317,7 +317,7 @@ class PendingTasks:
         return not self._options.follows or seconds > _ARRIVING_SECONDS
 
     def _seconds_seen(self, *thing: object) -> float:
-        """Return the seconds for which all looks at the run, up to this one, have seen a thing."""
+        """Return the seconds for which all looks at the run, up to now, have seen a thing."""
         now = time.monotonic()
         return now - self._seen.setdefault(thing, self._first_seen.get(thing, now))
 

@@ -148,7 +148,7 @@ class Rsync:
         self._is_interrupted = False
 
     def fetch(self, folder: str, into: Path, rules: Rules, *, exactly: bool = False) -> None:
-        """Copy files that match the rules from a folder at the source into a folder here.
+        """Copy files that match the rules from a folder at the source to a local folder.
 
         With `exactly`, files that the source does not have are deleted; else newer files here stay.
         """
@@ -158,7 +158,7 @@ class Rsync:
         self._carry(how, self._there(folder), f"{into}/", rules, fetches=True)
 
     def send(self, folder: Path, to: str, rules: Rules, *, exactly: bool = False) -> None:
-        """Copy files that match the rules from a folder here to a folder at the source.
+        """Copy files that match the rules from a local folder to a folder at the source.
 
         With `exactly`, all are written again with the current time, and files that are not here are
         deleted; else newer files there stay.

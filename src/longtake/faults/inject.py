@@ -297,7 +297,7 @@ def _with_checksum(step: StepFunctions, path: Path) -> StepFunctions:
 
 
 def _weights(state: TrainingState, groups: Collection[str] = GROUPS) -> list[Tensor]:
-    """Return this rank's shards of the trained weights in these groups (such as attention)."""
+    """Return this rank's shards of the trained weights in some groups, such as attention."""
     model = state.components.model
     group_of = parameter_groups(model, state.components.family.blocks(model))
     names = [name for name, group in group_of.items() if group in groups]

@@ -208,7 +208,7 @@ def _expect_good_end(evidence: expect.Evidence, excluded: tuple[int, int]) -> No
 
 
 def _expect_named(evidence: expect.Evidence, *wanted: str) -> str:
-    """Expect these words in the guard's messages, and return the messages."""
+    """Expect the given words in the guard's messages, and return the messages."""
     said = " ".join(report["message"] for report in guard_reports(evidence.site.run))
     for name in wanted:
         evidence.expect(name in said, f"the message does not name {name}: {said}")

@@ -81,7 +81,7 @@ def _refuse_links(*paths: Path) -> None:
 
 
 def versions(paths: Collection[Path]) -> tuple[Hashable, ...]:
-    """Return a value for files at these paths that changes when any of the files does."""
+    """Return a value that changes when any of the files at the given paths does."""
     return tuple((path.name, fsio.file_version(path)) for path in paths)
 
 

@@ -33,7 +33,7 @@ class EpochRow:
     """Consecutive epochs of a catalog with the same result of a ledger's audit: a table row."""
 
     audit: EpochAudit
-    """Result of the audit of the first of these epochs; the other ones have the same."""
+    """Audit result of the first epoch of the row; its other epochs have the same."""
     epochs: str
     words: str
 
@@ -159,7 +159,7 @@ def epoch_words(epoch: EpochAudit, count: int = 1) -> str:
 
 
 def clips_of(facts: RunFacts, what: str, identities: Collection[str]) -> dict[str, Clip]:
-    """Find clips in a run's catalogs by their identities, or by the first characters of these.
+    """Find clips in a run's catalogs by their identities, or by the beginnings of identities.
 
     Raises:
         DataError: a catalog is a symbolic link, or damaged.

@@ -36,7 +36,7 @@ _PIPE_WIDTH = 120
 
 
 def node_facts(run: RunDirectory, seconds: float = 3600.0) -> dict[str, Any]:
-    """Return what the watchers of a run's nodes have measured and reported.
+    """Return measurements and reports of the watchers of a run's nodes.
 
     Args:
         run: the run.

@@ -90,10 +90,10 @@ class MetricRows:
     path: Path
     source: _Source
     chosen: range | Column
-    """Indices of these rows among all lines of `source`."""
+    """Indices of the rows among all lines of `source`."""
     is_abandoned: NDArray[np.bool_]
     columns: dict[str, Column] = field(default_factory=dict, repr=False, compare=False)
-    """Cache of whole columns (one metric of all these rows), by name."""
+    """Cache of whole columns (one metric of all rows), by name."""
     reduced: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
     """Cache of columns that `series` has reduced for plots; later reads of the longer file add to
     it."""
@@ -170,7 +170,7 @@ class MetricRows:
         return place if place < len(self) and self.step[place] == step else None
 
     def metrics(self) -> list[Metrics]:
-        """Return these rows as whole records, read from the file again: meant for few rows.
+        """Return the rows as whole records, read from metrics.jsonl again: meant for few rows.
 
         Raises:
             RecordError: metrics.jsonl has changed since its rows were read.

@@ -131,7 +131,7 @@ class BucketSpeed:
     num_steps: int
     median: float
     mean: float
-    """Tokens of all these steps divided by their seconds, with data loading and checkpoints."""
+    """Tokens of the steps divided by their seconds, with data loading and checkpoints."""
 
 
 def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:

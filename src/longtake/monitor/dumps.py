@@ -448,7 +448,7 @@ _GroupKey = tuple[str, str, str, Stack]  # role, a helper's command, state if st
 
 @dataclass
 class _ProcessGroup:
-    """Processes with the same stack: facts of each process, and the C calls of one of them."""
+    """Processes with the same stack: facts of each, and the C calls of one process."""
 
     members: list[dict[str, Any]] = field(default_factory=list)
     native: Stack = ()

@@ -46,7 +46,7 @@ class FlightRecorderError(errors.LongtakeError, ValueError):
 
 
 def request_files(folder: Path, ranks: Iterable[int]) -> list[int]:
-    """Ask ranks of this node to write their flight recorders' files, and return those it reached.
+    """Ask this node's ranks to write their flight recorders' files; return the reached ranks.
 
     A rank writes its file in a thread of its own, about a second later. A rank without a pipe (no
     NCCL), or without a reader of it, is skipped at once.

@@ -609,7 +609,7 @@ def _has_trouble(writer: Mapping[str, Any] | None) -> bool:
 
 
 def _state(run: RunDirectory) -> dict[Path, object]:
-    """Return versions of those files of a run that change with each row, event and result."""
+    """Return the versions of the run's files that change with each row, event and result."""
     paths = [run.metrics_path, run.events_path]
     with suppress(OSError):  # there are none yet
         paths += EvaluationDirectory(run).path.iterdir()
