@@ -406,7 +406,7 @@ _FAILURE_WORDS: Final = {
 
 
 def _log_name(facts: RunFacts, path: str) -> str:
-    """Return a rank log's path relative to the run; empty if the log is outside of the run."""
+    """Return the path of a rank's log relative to the run; empty if the log is outside of it."""
     # The event has the path on the node that wrote it, where the run may be mounted elsewhere.
     _, mark, below = path.rpartition("/nodes/")
     name = f"nodes/{below}" if mark else ""

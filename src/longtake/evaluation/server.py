@@ -138,7 +138,7 @@ class EvaluationServer:
             self._report.remark(f"There is no run in {places} yet.")
 
     def _may_end(self) -> bool:
-        """Return whether the server may end if no task is pending; called before it looks."""
+        """Return whether the server may end if it then finds no pending task."""
         are_over = not self._options.follows
         if not are_over and self._options.until_finished and self._runs:
             with self._report.log_errors("events of runs"):

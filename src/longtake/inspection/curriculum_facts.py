@@ -401,7 +401,7 @@ def describe(
     review_captions: ReviewCaptions | None = None,
     costs: BucketCosts | None = None,
 ) -> dict[str, Any]:
-    """Describe the clips of catalogs, and what a recipe would train on.
+    """Describe the clips of catalogs, and the training that a recipe makes of them.
 
     Args:
         loaded: what `load` returned.

@@ -41,8 +41,8 @@ _BATCH_EVENTS = (
 """Kinds of events whose `step` is the number of a batch."""
 _SOURCES = ("watcher", "rank", "launcher")  # of `rank_failed`; the best informed is last
 _NEXT_STEP_EVENTS = ("stalled", "rank_failed", "killed_rank", "restarted_worker")
-"""Kinds of events whose `step` is the number of steps done before; they happened in the next
-step."""
+"""Kinds of events that happened in the step after their `step`, which counts the steps done
+before."""
 _VERDICT_EVENTS = ("update_skipped", "anomaly_detected")
 INCIDENT_EVENTS = (
     *_NEXT_STEP_EVENTS,
@@ -174,7 +174,7 @@ def incidents(events: Sequence[Mapping[str, Any]], rows: MetricRows) -> list[dic
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge two events of one incident: the newest of a stall, the best informed of a failure."""
+    """Merge two records of one incident: the newest of a stall, the best informed of a failure."""
     if new["event"] == "stalled":
         return {**new, "time": old["time"], "at": old["at"]}
     other, best = sorted((old, new), key=lambda each: _SOURCES.index(each.get("source", "rank")))

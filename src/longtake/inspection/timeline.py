@@ -327,7 +327,7 @@ def _periods(
 def _seconds_of_steps(
     run: RunDirectory, rows: MetricRows, events: Sequence[Event], periods: Sequence[_Period]
 ) -> dict[str, float]:
-    """Return the seconds of a run's steps by use; steps after a save or rollback are split."""
+    """Return the seconds of a run's steps by use; a step after a save or rollback has two uses."""
     seconds = _clipped(rows.part("step_seconds", 0, len(rows)))
     data = np.minimum(_clipped(rows.part("data_seconds", 0, len(rows))), seconds)
     is_kept = ~rows.is_abandoned
