@@ -114,8 +114,8 @@ class Averages:
         """Move the averages toward the weights after a step.
 
         Args:
-            step: steps of the run so far, counted from 1. Steps whose update was skipped count as
-                well, so that averages depend on a run's length alone.
+            step: steps of the run so far, counted from 1. A step whose update was skipped counts,
+                though averages do not move in it: `beta_of` depends on a run's length alone.
             masters: exact weights, used in place of rounded ones.
             decay: decay that a stage of the curriculum sets in place of `ema.decay`. A recipe with
                 profiles, of which those with `sigma_rel` have no decay, refuses such stages.

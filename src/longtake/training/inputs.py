@@ -5,7 +5,9 @@
 EncodedInputs hold a MicroBatch, as `assemble` makes it, and the event after which it is ready.
 
 Every random number of a sample is drawn on the CPU from the sample's own seed, so that noise does
-not depend on the device, the number of ranks or the micro-batch size.
+not depend on the device, the number of ranks or the micro-batch size. The seed (`Batch.seeds`) is
+derived from the run's seed, the stage, the catalog's name, the epoch and the clip, so that each
+epoch has new noise.
 
 For a GPU, a thread draws noise and sigmas, and casts and page-locks all tensors. They are copied on
 a separate stream while the micro-batch before is computed, so that no micro-batch waits for the

@@ -10,7 +10,7 @@ waits for the device once, for the numbers that go into it. The exceptions:
   in a step with NaN or inf, which are counted, where a text encoder waits for the device, and for
   the checksums of replicas in the steps that compare them.
 - All ranks gather what only they know if a clip could not be read, if the verdict is not `ok`, and
-  in the tenth judged step, for weights without gradient.
+  once in the first steps, for weights without gradient (`GuardRunner.judge_gradients`).
 - Saving and sampling have collectives and waits of their own. So has the first step of a launch,
   for its report.
 """
@@ -127,6 +127,8 @@ def decide(
             for identity, names in not_encoded:
                 training.loader.fail(identity, _NOT_ENCODED.format(names=names))
             # Recorded now, and on every rank: there is no next step if the verdict ends the loop.
+            # Later batches have a stand-in for such a clip. The quarantine is part of a checkpoint:
+            # a run that resumes or rolls back to an earlier one meets the clip again.
             training.recorder.record_failures(batch, training.loader)
         training.saver.wait()  # so that the report names the newest checkpoint
         verdict, report = guard.report(verdict, statistics, losses, state)

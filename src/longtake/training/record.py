@@ -38,7 +38,7 @@ _MEMORY_EVERY = 10  # steps between two queries of torch's allocator, which take
 
 
 class Recorder:
-    """Writes metrics and events of a run's steps; on ranks other than 0 it writes nothing.
+    """Writes a run's metrics.jsonl and events.jsonl; on ranks other than 0 it writes nothing.
 
     All ranks must call `timed`, which may raise on each of them, and `record_failures`, a
     collective that changes the quarantine of each. Metrics number steps from 1 and events from 0;

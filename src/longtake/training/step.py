@@ -75,9 +75,12 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     """Accumulate the gradients of this rank's share of a batch.
 
     The loss is the sum of all ranks' weighted sample losses divided by the batch's global size: the
-    mean over the ranks that have different clips of (sum of a rank's losses / `share`). A stand-in
-    for a clip that cannot be decoded has weight 0; `fsdp.clip_gradients` multiplies the gradients
-    by (global size / number of clips that were there), so that they are those of a mean.
+    mean over the ranks that have different clips of (sum of a rank's losses / `share`). Ranks that
+    share a clip's tokens each have its whole loss, so that a mean over all ranks is the same, as
+    the derivatives of their exchanges are those of the sum of their losses. A stand-in, another
+    clip of the batch in the place of one that cannot be decoded, has weight 0;
+    `fsdp.clip_gradients` multiplies the gradients by (global size / number of clips that were
+    there), so that they are those of a mean.
     """
     world, components = session.world, state.components
     model, blocks = components.model, components.family.blocks(components.model)
