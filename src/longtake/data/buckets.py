@@ -108,7 +108,10 @@ class BucketAssignment:
         return found
 
     def filtered(self, keep: Callable[[Rows], NDArray[np.bool_]]) -> "BucketAssignment":
-        """Return this assignment with only the clips that `keep` accepts; shares apply to them."""
+        """Return this assignment of clips to buckets with only the clips that `keep` accepts.
+
+        Of these, each epoch moves the fractions that `Bucket.share` names to other buckets.
+        """
         rows = tuple(mine[keep(mine)] for mine in self.rows)
         shared = (SharedClips(each.rows[keep(each.rows)], each.weights) for each in self.shared)
         return BucketAssignment(self.shapes, rows, tuple(each for each in shared if len(each.rows)))

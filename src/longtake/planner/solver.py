@@ -8,7 +8,8 @@ mixture. The idea is that of Checkmate (Jain et al., 2020) and torch's `sac_milp
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,10 @@ from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights
 from longtake.planner.trace import BlockTrace, StepTrace, Tracer
 
 _GIB = 2**30
-_MOST_NODES = 2000
-"""Most nodes of the integer program's search tree, about 8 seconds. Unlike a time limit, which only
-bounds the worst case, it makes a plan independent of what else runs on the computer."""
-_TIME_LIMIT_SECONDS = 120.0
+_MOST_NODES = 20
+"""Most nodes of the integer program's search tree. Unlike a time limit, it makes a plan independent
+of what else runs on the computer. More nodes prove how good a solution is, but find no better one
+(docs/decisions/0106)."""
 _GAP = 1e-3
 """Largest relative distance of the solver's step time from the optimum."""
 _MOST_TRIES = 5
@@ -297,7 +298,6 @@ def fastest(
         constraints=constraints,
         options={
             "node_limit": _MOST_NODES,
-            "time_limit": _TIME_LIMIT_SECONDS,
             "mip_rel_gap": _GAP,
         },
     )
@@ -363,7 +363,13 @@ class BestOptions:
     predicted_bytes: int  # peak of both passes, composed of the costs of blocks
     traced: StepTrace
     overhead: float  # time of a step over that without recompute, minus 1
-    overhead_with_another_gib: float  # `overhead` with a budget of 1 GiB more
+    find_overhead_with_more: Callable[[int], float] = field(compare=False, repr=False)
+    """Finds the overhead of the fastest options with so many bytes more; it takes a second."""
+
+    @cached_property
+    def overhead_with_another_gib(self) -> float:
+        # The solver may be a little off the optimum, but more memory never costs time.
+        return min(self.find_overhead_with_more(_GIB), self.overhead)
 
     def per_block(self) -> dict[str, int]:
         """Count the blocks that use each option; unused treatments of activations count 0."""
@@ -426,7 +432,7 @@ def find_best(
     base = tracer.subject.weights[0]
     if budget_bytes is None:
         unchanged = options_of("none", names, base)
-        return BestOptions(unchanged, kept.peak_bytes, kept, 0.0, 0.0)
+        return BestOptions(unchanged, kept.peak_bytes, kept, 0.0, lambda _: 0.0)
     costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
     whole_bytes = update_bytes - sweep.weight_bytes  # bytes of an update beside the weights
     fitting: list[tuple[Options, StepTrace]] = [
@@ -441,18 +447,17 @@ def find_best(
     if not fitting:
         return None
     options, traced = min(fitting, key=lambda each: each[1].seconds)
-    host_bytes = tracer.subject.host_bytes
-    with_another = costs.predicted_seconds(
-        fastest(costs, budget_bytes + _GIB, host_bytes) or options
-    )
-    overhead = sweep.overhead(traced)
+
+    def overhead_with_more(num_bytes: int) -> float:
+        best = fastest(costs, budget_bytes + num_bytes, tracer.subject.host_bytes) or options
+        return costs.predicted_seconds(best) / kept.seconds - 1
+
     return BestOptions(
         options=options,
         predicted_bytes=int(costs.peak_bytes(options)),
         traced=traced,
-        overhead=overhead,
-        # the solver may be a little off the optimum, but more memory never costs time
-        overhead_with_another_gib=min(with_another / kept.seconds - 1, overhead),
+        overhead=sweep.overhead(traced),
+        find_overhead_with_more=overhead_with_more,
     )
 
 

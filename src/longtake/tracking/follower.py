@@ -492,10 +492,11 @@ class Follower(KeptProcess):
 
 @contextmanager
 def tracking_follower(run: RunDirectory, section: TrackingSection) -> Iterator[Follower]:
-    """Yield the follower of a training, to be started once the run exists.
+    """Yield the process that sends a training's records to its trackers; the caller starts it.
 
-    The end of the block waits up to 10 s for it; it then continues by itself. After an unexpected
-    error there is no wait, as other ranks wait for this process to end.
+    It can be started once the run exists. The end of the block waits up to 10 s for it; it then
+    continues by itself. After an unexpected error there is no wait, as other ranks wait for this
+    process to end.
     """
     follower, seconds = Follower(run, "trainer", section), 0.0
     try:

@@ -421,7 +421,7 @@ def _samples(part: Batch) -> tuple[object, ...]:
 
 
 def draw_sample(seed: int, shape: Sequence[int]) -> Draw:
-    """Draw the noise and the two uniform numbers of one training sample from its seed."""
+    """Draw a training sample's noise, and uniform numbers for its sigma and caption dropout."""
     generator = torch.Generator().manual_seed(seed)
     # Before the noise, so that sigma and dropout do not depend on the latents' shape.
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)
