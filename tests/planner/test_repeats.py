@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 from tests.planner.build import Toy, make_tiny, make_toy
 from torch import Tensor, nn
 
+from longtake.errors import CannotBePlannedError
+from longtake.planner import trace
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU, device_named
-from longtake.planner.record import KEEP, Activations, BlockOption, Options
-from longtake.planner.repeats import UnlikeError, find_runs, kind_of
+from longtake.planner.record import Activations, BlockOption, Options
+from longtake.planner.repeats import UnlikeError, find_runs, kinds_of
 from longtake.planner.trace import StepTrace, Subject, Tracer
 
 _NUM_BLOCKS = 14
@@ -27,14 +30,14 @@ class _Traces:
         self.are_unlike = False
         honest = Tracer._trace
 
-        def trace(*args: Any) -> StepTrace:
+        def watched(*args: Any) -> StepTrace:
             try:
                 return honest(*args)
             except UnlikeError:
                 self.are_unlike = True
                 raise
 
-        monkeypatch.setattr(Tracer, "_trace", trace)
+        monkeypatch.setattr(Tracer, "_trace", watched)
 
     def num_left_out(self, options: Options) -> int:
         """The number of blocks that did not run, after both traces were found equal."""
@@ -111,46 +114,80 @@ def test_blocks_that_stream(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class _Odd(Toy):
-    """Between its blocks, or in one of them, something happens that no attribute tells."""
+    """Something happens between its blocks, or in one of them, that no attribute tells."""
 
-    def __init__(self, place: str) -> None:
+    def __init__(self, oddity: str) -> None:
         super().__init__(_NUM_BLOCKS, 32, 0.0)
-        self._place, self._calls = place, 0
-        for block in self.blocks:
-            block.register_forward_pre_hook(self._before)
+        self._oddity = oddity
+        for number, block in enumerate(self.blocks):
+            block.register_forward_pre_hook(partial(self._before, number))
 
-    def _before(self, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
-        self._calls += 1
-        return (args[0].exp(),) if self._place == "in" and self._calls == 3 else args
+    def _before(self, number: int, module: nn.Module, args: tuple[Tensor]) -> tuple[Tensor]:
+        if self._oddity == "more in a block" and number == 2:
+            return (args[0].exp(),)
+        if self._oddity == "more backward" and number == 3:
+            args[0].register_hook(torch.exp)  # type: ignore[no-untyped-call]
+        return args
 
     def forward(self, tokens: Tensor) -> Tensor:
-        self._calls, tokens = 0, self.embed(tokens)
-        for number, block in enumerate(self.blocks):
-            tokens = self.call(block, tokens)
-            if self._place == "between" and number == 8:
+        """[B, T, 6] in and out."""
+        tokens, kept = self.embed(tokens), []
+        order = list(range(_NUM_BLOCKS))
+        if self._oddity in _WRONG_ORDERS:
+            order[7:9] = _WRONG_ORDERS[self._oddity]
+        for number in order:
+            in_half = self._oddity == "autocast" and number == 8
+            with torch.autocast("cpu", enabled=in_half):
+                tokens = self.call(self.blocks[number], tokens)
+            if self._oddity == "more between" and number == 8:
                 tokens = tokens.exp()
+            if self._oddity == f"kept {number}":
+                kept.append(tokens)
         result: Tensor = self.head(tokens)
-        return result
+        return sum((each.mean() for each in kept), result)
 
 
-@pytest.mark.parametrize("place", ["in", "between"])
-def test_all_blocks_run_if_some_turn_out_to_be_unlike(
-    monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+_WRONG_ORDERS = {"one twice": [7, 7], "two swapped": [8, 7], "one missing": [7]}
+
+
+def _odd(oddity: str) -> Subject:
     with torch.device("meta"):
-        model = _Odd(place)
-    # Equal for the planner, as are all hooks that blocks share.
-    monkeypatch.setattr("longtake.planner.trace.kind_of", lambda *_: "a block")
-    subject = Subject(
+        model = _Odd(oddity)
+    return Subject(
         model=model,
         blocks={f"blocks.{number}": block for number, block in enumerate(model.blocks)},
         call_blocks_by=lambda call: setattr(model, "call", call),
         make_inputs=lambda: torch.ones(2, 40, 6),
         loss=lambda inputs: model(inputs).square().mean(),
     )
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    "oddity",
+    [
+        *("more in a block", "more backward", "more between", "autocast"),
+        *("kept 2", "kept 3", "kept 8", "kept 11"),
+    ],
+)
+def test_all_blocks_run_if_some_turn_out_to_be_unlike(
+    monkeypatch: pytest.MonkeyPatch, oddity: str, activations: Activations
+) -> None:
+    subject = _odd(oddity)
+    # Hooks make blocks unlike for the planner, so that no run of theirs would be tried.
+    monkeypatch.setattr(trace, "kinds_of", lambda _, blocks: dict.fromkeys(blocks, "a block"))
     traces = _Traces(Tracer(subject, CPU), monkeypatch)
-    assert traces.num_left_out(dict.fromkeys(subject.blocks, KEEP)) == 0
+    options = dict.fromkeys(subject.blocks, BlockOption(activations))
+    assert traces.num_left_out(options) == 0
     assert traces.are_unlike
+
+
+@pytest.mark.parametrize("oddity", _WRONG_ORDERS)
+def test_a_wrong_order_is_refused(monkeypatch: pytest.MonkeyPatch, oddity: str) -> None:
+    """As it is if all blocks run."""
+    monkeypatch.setattr(trace, "kinds_of", lambda _, blocks: dict.fromkeys(blocks, "a block"))
+    with pytest.raises(CannotBePlannedError, match="do not run once each"):
+        Tracer(_odd(oddity), CPU).trace({})
 
 
 @pytest.mark.parametrize(
@@ -170,28 +207,53 @@ def test_runs(kinds: str, left_out: Sequence[str]) -> None:
     assert ["".join(unit) for run in runs for unit in run.left_out] == left_out
 
 
+class _Processor:
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+
+
+class _Number(int): ...
+
+
+class _Slots:
+    __slots__ = ("scale",)
+
+
 def test_kinds() -> None:
     """Of blocks: weights' values, names and equal objects do not count; all settings do."""
-
-    class Processor:
-        def __init__(self, scale: float) -> None:
-            self.scale = scale
+    alive = []  # as an object that cannot be compared is known by its address
 
     def kind(name: str = "blocks.1", **attributes: Any) -> Any:
         block = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5))
+        alive.append(block)
         for key, value in attributes.items():
             setattr(block[0], key, value)
-        return kind_of(name, block)
+        return kinds_of(block, {name: block})[name]
 
     assert kind() == kind("blocks.2")
     assert kind(target="blocks.1.0") == kind("blocks.2", target="blocks.2.0")
-    assert kind(processor=Processor(1.0)) == kind(processor=Processor(1.0))
+    assert kind(processor=_Processor(1.0)) == kind(processor=_Processor(1.0))
+    assert kind(act=partial(round, ndigits=1)) == kind(act=partial(round, ndigits=1))
+    assert kind(training=True) == kind()
     others = [
         kind(target="blocks.3.0"),
-        kind(processor=Processor(2.0)),
+        kind(processor=_Processor(2.0)),
+        kind(processor=_Slots()),
+        kind(processor=_Slots()),
+        kind(act=partial(round, ndigits=1)),
+        kind(act=partial(round, ndigits=2)),
         kind(index=1),
+        kind(index=_Number(1)),
         kind(index=[1, {"a": 2}]),
         kind(training=False),
         kind(forward=lambda tokens: tokens),
     ]
     assert len({kind(), *others}) == len(others) + 1
+
+
+def test_blocks_that_share_weights_are_unlike() -> None:
+    blocks = {f"blocks.{number}": nn.Linear(2, 2) for number in range(4)}
+    blocks["blocks.3"].weight = blocks["blocks.0"].weight
+    kinds = kinds_of(nn.ModuleList(blocks.values()), blocks)
+    assert kinds["blocks.1"] == kinds["blocks.2"]
+    assert len(set(kinds.values())) == 3

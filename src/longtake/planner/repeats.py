@@ -7,6 +7,7 @@ have taken exactly the same, and nothing may happen between the blocks that are 
 """
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,13 +89,29 @@ def _num_units(kinds: Sequence[Hashable], begin: int, period: int) -> int:
 # --- Kinds of blocks --------------------------------------------------------------------------
 
 
-def kind_of(name: str, block: nn.Module) -> Hashable:
-    """Return a value that is equal for blocks whose code, settings and weights' shapes are equal.
+def kinds_of(model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Hashable]:
+    """Return a value for each block that is equal for equal code, settings and weights' shapes.
 
     Weights' values do not count, nor does the name of the block in strings, which adapters keep. An
-    attribute that cannot be compared makes a block unlike others, unless they share it.
+    attribute that cannot be compared makes a block unlike others, unless they share it; so does a
+    weight that is used outside of the block, too.
     """
-    return tuple(_Kind(f"{name}.", block).facts())
+    inside = {each for block in blocks.values() for each in block.modules()}
+    outside = [_held(each) for each in model.modules() if each not in inside]
+    holders = [set().union(*map(_held, block.modules())) for block in blocks.values()]
+    uses = Counter(each for held in (*outside, *holders) for each in held)
+    return {
+        name: tuple(_Kind(f"{name}.", block).facts())
+        if all(uses[each] == 1 for each in held)
+        else ("shares weights", name)
+        for (name, block), held in zip(blocks.items(), holders, strict=True)
+    }
+
+
+def _held(module: nn.Module) -> set[int]:
+    """Return the ids of a module's own parameters and buffers, without those of modules in it."""
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return {id(each) for each in tensors if each is not None}
 
 
 class _Kind:
@@ -126,8 +143,8 @@ class _Kind:
             return kind, value
         if isinstance(value, nn.Module):
             return kind, self._modules.get(value, id(value))
-        if isinstance(value, MethodType) and value.__self__ in self._modules:
-            return kind, value.__func__, self._modules[value.__self__]
+        if isinstance(value, MethodType):
+            return kind, value.__func__, self._modules.get(value.__self__, id(value.__self__))
         inner: Callable[[Any], Hashable] = partial(self._facts, depth=depth - 1)
         if depth and isinstance(value, Mapping):
             return kind, tuple((inner(key), inner(each)) for key, each in value.items())
@@ -135,11 +152,17 @@ class _Kind:
             return kind, tuple(map(inner, value))
         if depth and isinstance(value, set | frozenset):
             return kind, frozenset(map(inner, value))
-        # An object with attributes, such as an attention processor, but no function.
-        is_object = hasattr(value, "__dict__") and not hasattr(value, "__name__")
-        if depth and is_object and not isinstance(value, Tensor):
+        if depth and kind is partial:
+            return kind, inner(value.func), inner(value.args), inner(value.keywords)
+        # An object that has attributes and nothing else, such as an attention processor: a class
+        # that is written in C, has slots or is derived from a number holds more.
+        holds_more = kind.__basicsize__ != _Object.__basicsize__ or kind.__itemsize__
+        if depth and hasattr(value, "__dict__") and not holds_more:
             return kind, inner(vars(value))
         return id(value)
+
+
+class _Object: ...
 
 
 def _tensor_facts(tensor: Tensor | None) -> Hashable:
@@ -169,11 +192,13 @@ class _Flow:
     """
 
     def __init__(self) -> None:
-        self.places: dict[int, list[int]] = {}
+        self._places: dict[int, list[int]] = {}
         """For each place in a unit, the arguments that are outputs of the block before."""
         self._args: dict[int, list[Any]] = {}
+        self._modes: object = None
         self._form: Any = None
         self._outputs: list[Any] = []
+        self._older: list[Any] = []  # outputs before these, from the last block that ran
 
     def returned(self, outputs: Any) -> None:
         """Remember the outputs of a block that has run."""
@@ -188,15 +213,16 @@ class _Flow:
             for output in self._outputs
         ]
         places = [each for each in found if each is not None]
-        if len(places) < len(found) or self.places.setdefault(place, places) != places:
+        if len(places) < len(found) or self._places.setdefault(place, places) != places:
             raise UnlikeError
         self._args[place] = list(map(_remembered, values))
+        self._modes = _modes()
 
     def passed_on(self, place: int, args: Sequence[Any]) -> Any:
         """Return the arguments of a block that is left out in the form of its outputs."""
-        values, flowing = list(leaves_of(args)), self.places.get(place, [])
-        known = self._args.get(place, [])
-        if not flowing or len(values) != len(known):
+        values, flowing = list(leaves_of(args)), self._places[place]
+        known = self._args[place]
+        if len(values) != len(known) or _modes() != self._modes:
             raise UnlikeError
         for index, (value, before) in enumerate(zip(values, known, strict=True)):
             if index not in flowing and not _is(before, value):
@@ -204,11 +230,48 @@ class _Flow:
         passed = [values[index] for index in flowing]
         if not all(map(_is, self._outputs, passed)):
             raise UnlikeError
+        self.refuse_kept()
+        outputs = [_pass_on(each) if isinstance(each, Tensor) else each for each in passed]
+        self._older += self._outputs
+        self._outputs = list(map(_remembered, outputs))
         if isinstance(self._form, type) and issubclass(self._form, Tensor):
-            return passed[0]
+            return outputs[0]
         if self._form not in (tuple, list):
             raise UnlikeError
-        return self._form(passed)
+        return self._form(outputs)
+
+    def refuse_kept(self) -> None:
+        """Raise UnlikeError if the model has kept what an earlier block returned.
+
+        A later use of it would add to the gradient of another block than in the whole step.
+        """
+        if any(not isinstance(each, _Plain) and each() is not None for each in self._older):
+            raise UnlikeError
+
+
+class _PassedOn(torch.autograd.Function):
+    """The output of a block that is left out: another tensor with the storage of its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def _pass_on(tensor: Tensor) -> Tensor:
+    passed: Tensor = _PassedOn.apply(tensor)  # type: ignore[no-untyped-call]
+    return passed
+
+
+def _modes() -> tuple[object, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch.get_autocast_dtype("cpu"),
+    )
 
 
 class _Plain:
@@ -241,6 +304,7 @@ class _State:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.flow = _Flow()
+        self.num_called = 0  # blocks, which have to be called once each, in their order
         self.idle_bytes: int | None = None  # allocated when the blocks were left out; None: not yet
         self.saved: int | None = None  # of the second unit, when its gradient arrived
 
@@ -284,10 +348,8 @@ class Composition:
         """
         if not self._is_left_out(name):
             return None
-        state, unit, place = self._places[name]
+        state, _, place = self._called(name)
         if state.idle_bytes is None:
-            if (unit, place) != (_WARM_UP + 2, 0):
-                raise UnlikeError
             self._tracker.mark(f"before {name}")
             self._add_forward(state)
             state.idle_bytes = self._tracker.current_bytes
@@ -295,13 +357,22 @@ class Composition:
             raise UnlikeError
         return (state.flow.passed_on(place, args),)
 
+    def _called(self, name: str) -> tuple["_State", int, int]:
+        state, unit, place = self._places[name]
+        if state.num_called != unit * len(state.run.third) + place:
+            raise UnlikeError
+        state.num_called += 1
+        return state, unit, place
+
     def begins(self, name: str, args: Sequence[Any]) -> None:
         """Note the arguments of a block that runs, before it allocates anything."""
         self._tracker.owner = None
         if name in self._places:
-            state, unit, place = self._places[name]
+            state, unit, place = self._called(name)
             if unit == _WARM_UP:
                 self._tracker.owner = state
+            if state.idle_bytes is not None:
+                state.flow.refuse_kept()
             if unit in (_WARM_UP, _WARM_UP + 1):
                 state.flow.got(place, args)
 
@@ -357,9 +428,14 @@ class Composition:
         """Return the marks of the whole step, after its end.
 
         Raises:
-            UnlikeError: the second and the third unit of a run took different memory or time.
+            UnlikeError: a block was not called, or the second and the third unit of a run took
+                different memory or time in the backward pass.
         """
         marks = self._tracker.marks
+        if any(
+            state.num_called < len(state.run.units) * len(state.run.third) for state in self._states
+        ):
+            raise UnlikeError
         for state in reversed(self._states):  # later blocks run backward first
             if state.saved is not None:
                 marks = self._with_backward(marks, state, state.saved)

@@ -222,7 +222,8 @@ def _activation_costs(traces: Mapping[Activations, StepTrace], *, offloads: bool
         backward[:, -1] += inputs  # copied back before the recomputation
     kept, forward_seconds = traces["keep"], read(lambda block: block.forward.seconds)
     backward_seconds = read(lambda block: block.backward.seconds if block.backward else 0.0)
-    in_blocks = float((forward_seconds + backward_seconds)[:, 0].sum())
+    # One sum of all passes: sums of blocks would round otherwise, and change plans' last digits.
+    in_blocks = float(np.stack([forward_seconds, backward_seconds], axis=-1)[:, 0].sum())
     return BlockCosts(
         names=tuple(kept.blocks),
         saved=saved,

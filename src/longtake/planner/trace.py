@@ -24,7 +24,7 @@ from longtake.planner.devices import DeviceBudget, Target
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.gradient_flow import GradientWatch, checkpoint_is_quiet, watching
 from longtake.planner.record import KEEP, BlockWeights, Options
-from longtake.planner.repeats import Composition, Run, UnlikeError, find_runs, kind_of
+from longtake.planner.repeats import Composition, Run, UnlikeError, find_runs, kinds_of
 from longtake.planner.tracker import MemoryTracker, Span, StepSection, tensors
 
 _aten = torch.ops.aten
@@ -111,7 +111,7 @@ class Tracer:
         self.attentions: dict[AttentionCase, None] = {}
         """Distinct attention calls (shapes and types) that `watch_gradients` has seen."""
         self._fake = CachedFakeMode()
-        self._kinds = {name: kind_of(name, block) for name, block in subject.blocks.items()}
+        self._kinds = kinds_of(subject.model, subject.blocks)
         with self._fake:
             make_fake(subject.model)
 
@@ -125,14 +125,15 @@ class Tracer:
         with (
             blocks_with(weights, list(blocks.values()), self._fake) as streamed,
             self._fake,
-            # Gradients of the last trace would be counted in the next one.
-            self._gradients_dropped(),
             checkpoint_is_quiet(),
         ):
             sizes = np.array([float(streamed.get(block, 0)) for block in blocks.values()])
-            with suppress(UnlikeError):
-                return self._trace(options, sizes, self._runs(options) if composes else [])
-            return self._trace(options, sizes, [])
+            if composes and (runs := self._runs(options)):
+                with suppress(UnlikeError), self._gradients_dropped():
+                    return self._trace(options, sizes, runs)
+            # Gradients of the last trace would be counted in the next one.
+            with self._gradients_dropped():
+                return self._trace(options, sizes, [])
 
     def _runs(self, options: Options) -> list[Run]:
         names = list(self.subject.blocks)
@@ -203,7 +204,10 @@ class Tracer:
                 reducer.reduce()
             del loss
             tracker.mark("end")
-        of_blocks = {name: offloaded[composition.equal_to(name)] for name in subject.blocks}
+        nothing = 0, 0  # of a block that the model did not call, which is refused
+        of_blocks = {
+            name: offloaded.get(composition.equal_to(name), nothing) for name in subject.blocks
+        }
         trace = _step_trace(composition.finish(), weight_bytes, input_bytes, subject, of_blocks)
         # A step also waits for copies from and to the host.
         blocks = list(trace.blocks.values())
