@@ -50,9 +50,14 @@ def half(stills: Path) -> Catalog:
     )
 
 
-def _caption(clips: Catalog, captioner: Any, out: Path, **options: Any) -> Captioned:
+_ALONE = Work(workers=1)
+
+
+def _caption(
+    clips: Catalog, captioner: Any, out: Path, work: Work = _ALONE, **options: Any
+) -> Captioned:
     named = {"name": "mine:Captioner", "options": {}}
-    return caption(clips, captioner, out=out, work=Work(workers=1), **(named | options))
+    return caption(clips, captioner, out=out, work=work, **(named | options))
 
 
 def _by_name(clips: Catalog) -> dict[str, str]:
@@ -86,7 +91,7 @@ def test_clips_without_a_caption_or_all_are_captioned(
 ) -> None:
     scored, seen, told = score(half, "length").catalog, _Seen(), list[tuple[int, int]]()
     how: dict[str, Any] = {"every": every, "batch_size": batch_size}
-    how["progress"] = lambda *counts: told.append(counts)
+    how["work"] = replace(_ALONE, progress=lambda *counts: told.append(counts))
     done = _caption(scored, seen, tmp_path / "c.parquet", **how)
     rows = range(26) if every else range(13, 26)
     assert seen.clips == [half.clip(row).identity for row in rows]

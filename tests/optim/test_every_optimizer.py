@@ -53,6 +53,7 @@ def test_a_resumed_optimizer_goes_on_to_the_last_bit(make: _Make, dtype: torch.d
     again = copy.deepcopy(parted)
     resumed = make(again)
     resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    torch.testing.assert_close(resumed.state_dict(), first.state_dict(), rtol=0, atol=0)
     take_steps(resumed, again, range(3, 6))
     assert all(map(torch.equal, again, whole))
 

@@ -1,6 +1,8 @@
 """Prodigy against its authors' code."""
 
+import copy
 import shutil
+from collections.abc import Sequence
 
 import prodigyopt
 import pytest
@@ -19,9 +21,11 @@ def _model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+def _train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int] = range(60)
+) -> list[float]:
     losses = []
-    for step in range(60):
+    for step in steps:
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(32, 6, generator=generator)
         wanted = torch.stack([inputs.sum(1), inputs[:, 0] * 2, inputs[:, 1].abs()], 1)
@@ -50,6 +54,18 @@ def test_steps_are_those_of_its_authors(weight_decay: float) -> None:
         reference.param_groups[0]["d"], rel=1e-3
     )
     assert found[-1] < found[0] / 2  # with a learning rate that nobody chose
+
+
+def test_a_resumed_optimizer_goes_on_to_the_last_bit() -> None:
+    """The distance first rises after the state was saved, so all that it follows from counts."""
+    whole, parted, again = _model(), _model(), _model()
+    first, second = Prodigy(parted.parameters()), Prodigy(again.parameters())
+    expected = _train(whole, Prodigy(whole.parameters()), range(20))[10:]
+    _train(parted, first, range(10))
+    again.load_state_dict(parted.state_dict())
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert _train(again, second, range(10, 20)) == expected
+    assert second.param_groups[0]["distance"] > first.param_groups[0]["distance"]
 
 
 def test_a_run_that_was_killed_and_resumed_trains_the_same(small_recipe: MakeRecipe) -> None:

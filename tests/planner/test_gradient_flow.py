@@ -95,6 +95,20 @@ def test_what_is_not_upstream(weights: tuple[nn.Parameter, nn.Parameter]) -> Non
         assert provenance.of(torch.zeros(product.shape)) == 0
 
 
+def test_where_a_gradient_is_lost(weights: tuple[nn.Parameter, nn.Parameter]) -> None:
+    """A mask never carries gradient, so that it is no place where gradient is lost."""
+    with _upstream(weights) as provenance:
+        product = (torch.ones(3, 3) @ weights[0]).detach() @ weights[1]
+        mask = product > 0
+        with torch.no_grad():
+            product.exp().exp()
+    assert mask.dtype == torch.bool
+    assert [(cut.how, cut.parameters) for cut in provenance.cuts] == [
+        ("detach", _A),
+        ("no_grad", _A | _B),
+    ]
+
+
 Run = Callable[["Model", Tensor], Tensor]
 
 
