@@ -73,11 +73,15 @@ def refuse(call: Call) -> Refuse:
 
 @pytest.fixture
 def call_json(call: Call) -> CallJson:
-    """Calls longtake with --json, where it must succeed; gives the parsed answer."""
+    """Calls longtake with --json, where it must succeed; gives the parsed answer.
 
-    def called(*arguments: object) -> Any:
+    Nothing may be printed beside it, unless `says_more`.
+    """
+
+    def called(*arguments: object, says_more: bool = False) -> Any:
         code, out, err = call(*arguments, "--json")
         assert code == 0, err
+        assert says_more or not err
         return json.loads(out)
 
     return called

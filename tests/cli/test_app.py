@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -319,3 +320,14 @@ def test_a_second_ctrl_c_says_what_is_kept(
     code, _, err = call("evaluate", place / "run")
     assert code == 130
     assert "whole results are kept" in err
+
+
+def test_the_installed_command_says_it_in_one_message(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "longtake", "train", "none.toml"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, cwd=tmp_path
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.splitlines() == [
+        "longtake: There is no recipe none.toml. `longtake init` writes one."
+    ]

@@ -284,7 +284,7 @@ def _listens(port: int) -> bool:
 
 _LISTENING = """
 import psutil
-from longtake.data.tasks import Work, connected
+from longtake.data.tasks import connected
 with connected("ray") as ray:
     ray.get(ray.remote(lambda: 1).remote())
     top = psutil.Process()

@@ -75,6 +75,6 @@ def test_another_recipe_says_what_is_evaluated(
     text = (place / "recipe.toml").read_text().replace("num_inference_steps = 2", "")
     more = '[evaluation.presets.mine]\nprompts = ["a red square moving up"]\n'
     recipe.write_text(f"{text}num_inference_steps = 3\n{more}")
-    told = call_json("evaluate", run, "--recipe", recipe, "--device", "cpu")
+    told = call_json("evaluate", run, "--recipe", recipe, "--device", "cpu", says_more=True)
     (scores,) = told["evaluation_finished"]
     assert (scores["preset"], scores["settings"]["num_inference_steps"]) == ("mine", 3)

@@ -168,7 +168,7 @@ def test_a_bundle_is_listed_and_only_written_when_asked(
     assert (code, out.exists()) == (2, False)
     assert "bytes  run/recipe.toml" in err
     assert "was not written. Add --yes" in err
-    told = call_json("bundle", place / "run", "--out", out, "--yes")
+    told = call_json("bundle", place / "run", "--out", out, "--yes", says_more=True)
     assert told["bytes"] == out.stat().st_size
     for arguments, why in (
         ((place / "run", "--out", out, "--yes"), "is there already. It was not overwritten"),
