@@ -746,6 +746,14 @@ def test_too_many_skips_make_a_rollback_to_before_the_first() -> None:
     assert "step 301" in verdicts[-1].message
 
 
+def test_a_norm_far_above_those_before_a_restart_of_the_rate_is_a_spike() -> None:
+    """Also before there are steps since the restart to compare with; one that is higher is none."""
+    steps = [replace(each, num_restarts=each.step // 100) for each in healthy(204)]
+    for factor, kind in ((8.0, "ok"), (3000.0, "skip")):
+        last = replace(steps[203], grad_norm=factor * steps[203].grad_norm)
+        assert judged([*steps[:203], last])[-1].kind == kind
+
+
 def test_skips_that_are_far_apart_do_not_add_up() -> None:
     steps = healthy(900)
     for at in range(100, 900, 50):
@@ -756,25 +764,27 @@ def test_skips_that_are_far_apart_do_not_add_up() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "began", "most_steps"),
+    ("factor", "began", "num_steps"),
     [
         # Without an ordinary step since the first spike, the update before it may be the cause.
-        pytest.param(lambda step: 10.0, (299, 299), 304, id="spikes only"),
+        pytest.param(lambda step: 10.0, (299, 299), range(304, 305), id="spikes only"),
         # Steps between them that are no spikes but not ordinary do not prove the state good.
-        pytest.param(lambda step: 4.0 if step % 3 else 1.7, (299, 299), 310, id="now and then"),
+        pytest.param(
+            lambda step: 4.0 if step % 3 else 1.7, (299, 299), range(301, 311), id="now and then"
+        ),
         # 10 % more in each step is a spike some steps later; the state was bad before that.
-        pytest.param(lambda step: 1.1 ** (step - 299), (290, 303), 318, id="runs away"),
+        pytest.param(lambda step: 1.1 ** (step - 299), (290, 303), range(301, 319), id="runs away"),
     ],
 )
 def test_a_state_that_spikes_without_an_ordinary_step_is_not_trusted(
-    factor: Callable[[int], float], began: tuple[int, int], most_steps: int
+    factor: Callable[[int], float], began: tuple[int, int], num_steps: range
 ) -> None:
     steps = healthy(400)
     steps[300:] = [louder(step, factor(step.step)) for step in steps[300:]]
     verdicts = judged(steps)
     assert verdicts[-1].kind == "roll_back"
     assert began[0] <= verdicts[-1].began <= began[1]
-    assert len(verdicts) <= most_steps
+    assert len(verdicts) in num_steps
 
 
 @settings(max_examples=40, deadline=None)
