@@ -64,6 +64,13 @@ def recommit(place: Path, name: str, text: bytes) -> None:
 
 
 @damage
+def take_reading(place: Path, name: str) -> None:
+    """Take the permission to read a file or a folder."""
+    for path in named(place, name):
+        path.chmod(0)
+
+
+@damage
 def put_kind(place: Path, name: str, kind: str) -> None:
     """Put a named pipe, a folder or a device where a file was."""
     for path in named(place, name):

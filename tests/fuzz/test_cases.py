@@ -30,6 +30,7 @@ from tests.fuzz.damages import (
     set_cell,
     set_text,
     set_values,
+    take_reading,
 )
 from tests.fuzz.generators import LOGS, TRAINED, take_permission
 from tests.fuzz.mutations import DEEP, hostile_pickle, replace_with, unevaluate
@@ -225,6 +226,20 @@ _PARTS = [
     _case("width", change_kept_recipe("hidden_size = 24", f"hidden_size = {10**11}"), _SAMPLE),
 ]
 
+_UNREADABLE = [
+    _case(f"unreadable {name}", take_reading(name), command, unprivileged=True)
+    for name, command in [
+        ("run/metrics.jsonl", _SHOW),
+        ("run/recipe.toml", _SHOW),
+        ("run/evaluations", _SHOW),
+        ("run/nodes", _SHOW),
+        ("run/ledger", _AROUND),
+        ("run/catalogs", _AUDIT),
+        ("run/components", _SAMPLE),
+        (STEP, _SAMPLE),
+    ]
+]
+
 _LAUNCHES = [
     _case("many nodes", _nothing(), ("launch", "recipe.toml", "--nnodes", "9" * 5000)),
     _case("read-only", take_permission, _LAUNCH_ONE, unprivileged=True),
@@ -372,7 +387,7 @@ _FOREIGN = [
     ("damaging", "command", "more"),
     [
         *(*_FOREIGN, *_OTHER_LINES, *_OTHER_TYPES, *_OTHER_KINDS, *_SOURCES),
-        *(*_CATALOGS, *_SETTINGS, *_PARTS, *_LAUNCHES, *_SERVERS, *_LINKS),
+        *(*_CATALOGS, *_SETTINGS, *_PARTS, *_UNREADABLE, *_LAUNCHES, *_SERVERS, *_LINKS),
         *(*_LARGE, *_LEASES),
     ],
 )
