@@ -32,11 +32,15 @@ def test_a_catalog_that_is_gone_and_a_run_directory_that_cannot_be_made(
     call: Call, place: Path, tmp_path: Path
 ) -> None:
     gone, out = f"data.catalog={tmp_path / 'gone.parquet'}", f"out={place / 'file' / 'run'}"
-    status, stdout, _ = call("preflight", place / "recipe.toml", *change_options(gone, out))
+    arguments = ("preflight", place / "recipe.toml", *change_options(gone, out))
+    status, stdout, _ = call(*arguments, "--json")
+    findings = json.loads(stdout)["findings"]
+    errors = {each["check"]: each["what"] for each in findings if each["severity"] == "error"}
+    assert (status, set(errors)) == (1, {"dataset", "run directory"})
+    assert "gone.parquet" in errors["dataset"]
+    assert "Not a directory" in errors["run directory"]
+    status, stdout, _ = call(*arguments)
     assert status == 1
-    said = "".join(stdout.split())
-    assert "gone.parquet" in said
-    assert "Notadirectory" in said
     assert stdout.splitlines()[-1].startswith("Not ready: 2 errors")
 
 
