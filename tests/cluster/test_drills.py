@@ -44,7 +44,7 @@ _SIGNAL_SECONDS = 120  # before the limit: Slurm looks twice a minute, in whole 
 
 def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) -> None:
     site = sandbox.fresh("kill-node")
-    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
+    evidence = Evidence(site, lambda: sandbox.undisturbed_on_two_ranks)
     with (
         hosts(2, site.folder) as cluster,
         Launchers(site.folder, cluster, "2", ON_TWO_RANKS) as launchers,
@@ -66,7 +66,7 @@ def test_a_node_that_is_killed_and_comes_back_changes_nothing(sandbox: Sandbox) 
 def test_two_of_three_nodes_train_on(sandbox: Sandbox) -> None:
     """The same batches, no clip repeated or missing, weights equal but for rounding."""
     site = sandbox.fresh("lose-node-and-shrink")
-    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
+    evidence = Evidence(site, lambda: sandbox.undisturbed_on_two_ranks)
     with (
         hosts(3, site.folder) as cluster,
         Launchers(site.folder, cluster, "2:3", ON_TWO_RANKS) as launchers,
@@ -90,7 +90,7 @@ def test_a_slow_link_is_named_with_its_rate(
     """Though the steps of all ranks are slow; nothing is lost."""
     monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
     site = sandbox.fresh("slow-link", LONG_RECIPE)
-    evidence = Evidence(site, sandbox.undisturbed_long)
+    evidence = Evidence(site, lambda: sandbox.undisturbed_long)
     with (
         hosts(3, site.folder) as cluster,
         Launchers(site.folder, cluster, "3", ON_TWO_RANKS) as launchers,
@@ -151,7 +151,7 @@ def test_a_link_that_is_cut_is_named_and_the_run_recovers(
     """A rank that waits for it is ended; when it is up again the run resumes, bitwise the same."""
     monkeypatch.setenv(SETTINGS_VARIABLE, json.dumps({"health_seconds": 1.0}))
     site = sandbox.fresh("cut-link")
-    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
+    evidence = Evidence(site, lambda: sandbox.undisturbed_on_two_ranks)
     changes = (*ON_TWO_RANKS, *_CUT_CHANGES)
     with (
         hosts(2, site.folder) as cluster,
@@ -181,7 +181,7 @@ def test_a_job_is_requeued_at_its_time_limit_and_resumes(sandbox: Sandbox) -> No
     if reason := private_slurm.why_not():
         pytest.skip(reason)
     site = sandbox.fresh("requeue-on-time-limit")
-    evidence = Evidence(site, sandbox.undisturbed_on_two_ranks)
+    evidence = Evidence(site, lambda: sandbox.undisturbed_on_two_ranks)
     options = (
         *("--nodes", "2", "--nproc-per-node", "1", "--no-preflight"),
         *("--time", "60", "--signal-seconds", str(_SIGNAL_SECONDS)),

@@ -38,7 +38,7 @@ def _ledger(site: TrainingSite) -> Path:
 
 
 def _exact(site: TrainingSite, **options: Any) -> Evidence:
-    evidence = Evidence(site, site)
+    evidence = Evidence(site, lambda: site)
     evidence.expect_exact(**options)
     return evidence
 
@@ -48,7 +48,7 @@ def _write_rows(site: TrainingSite, rows: list[Any]) -> None:
 
 
 def test_an_undisturbed_run_passes(trained: TrainingSite) -> None:
-    evidence = Evidence(trained, trained, message="All is well.")
+    evidence = Evidence(trained, lambda: trained, message="All is well.")
     evidence.expect_undisturbed()
     assert evidence.expect_near() == 0
     assert evidence.expect_near_weights() == 0
@@ -121,7 +121,7 @@ def test_the_last_bit_of_one_loss_is_a_complaint(trained: TrainingSite, site: Tr
     rows: list[Any] = list(site.run.metrics())
     rows[6]["loss"] = float(np.nextafter(rows[6]["loss"], 2.0))
     _write_rows(site, rows)
-    evidence = Evidence(site, trained)
+    evidence = Evidence(site, lambda: trained)
     evidence.expect_equal(until=6)
     assert evidence.complaints == []
     assert evidence.is_equal is None, "part of a run says nothing of the whole"
@@ -136,7 +136,7 @@ def test_one_bit_of_what_was_saved_is_a_complaint(
 ) -> None:
     path = site.newest_file(f"{name}/__0_0.distcp")
     flip(path, 4 * path.stat().st_size)
-    evidence = Evidence(site, trained)
+    evidence = Evidence(site, lambda: trained)
     evidence.expect_equal()
     (complaint,) = evidence.complaints
     assert complaint.startswith(f"it ends with another {name}/__0_0.distcp than")
@@ -159,7 +159,7 @@ def test_a_run_that_ended_early_is_complained_of(trained: TrainingSite, site: Tr
     data, lines = _ledger(site).read_bytes(), site.run.metrics_path.read_text().splitlines(True)
     _ledger(site).write_bytes(data[: 40 * 4 * _RECORD_BYTES])
     site.run.metrics_path.write_text("".join(lines[:40]))
-    evidence = Evidence(site, trained)
+    evidence = Evidence(site, lambda: trained)
     evidence.expect_undisturbed()
     evidence.expect_world_sizes(1, 2)
     assert {
@@ -170,7 +170,7 @@ def test_a_run_that_ended_early_is_complained_of(trained: TrainingSite, site: Tr
 
 
 def test_events_exit_codes_and_output_are_expected() -> None:
-    evidence = Evidence(_NOWHERE, _NOWHERE)
+    evidence = Evidence(_NOWHERE, lambda: _NOWHERE)
     evidence.expect_event(ObservedEvent({}, 3.5), 1.0, "no event", within=2.5)
     evidence.expect_exit(2, 2, "at the end")
     evidence.expect_output("the steps\nsince 5", "steps since 5", "the")
@@ -191,10 +191,10 @@ def test_lost_steps_must_be_reported() -> None:
     eight, none = ObservedEvent({"lost_steps": 8}, 1.0), ObservedEvent({"lost_steps": 0}, 1.0)
     output = "8 steps since the checkpoint of\nstep 5"
     for lost, found, said in ((8, eight, output), (0, none, "")):
-        good = Evidence(_NOWHERE, _NOWHERE, steps_lost=lost)
+        good = Evidence(_NOWHERE, lambda: _NOWHERE, steps_lost=lost)
         good.expect_lost_steps_reported(found, 5, said)
         assert good.complaints == []
-    bad = Evidence(_NOWHERE, _NOWHERE, steps_lost=1)
+    bad = Evidence(_NOWHERE, lambda: _NOWHERE, steps_lost=1)
     bad.expect_lost_steps_reported(eight, 5, output)
     assert bad.complaints == [
         "the event reports 8 lost steps, and 1 were",
@@ -203,7 +203,7 @@ def test_lost_steps_must_be_reported() -> None:
 
 
 def test_a_run_must_recover_from_its_newest_checkpoint_in_time() -> None:
-    none, bad, good = (Evidence(_NOWHERE, _NOWHERE) for _ in range(3))
+    none, bad, good = (Evidence(_NOWHERE, lambda: _NOWHERE) for _ in range(3))
     none.expect_recovered(Recovery(None, 10, 3.0))
     assert none.complaints == ["no event says that it resumed"]
     bad.expect_recovered(Recovery(ObservedEvent({"step": 5}, 0.0), 10, 61.0), within=60)
@@ -216,7 +216,7 @@ def test_a_run_must_recover_from_its_newest_checkpoint_in_time() -> None:
 
 
 def test_a_lost_rank_must_be_named(tmp_path: Path) -> None:
-    evidence = Evidence(_NOWHERE, _NOWHERE)
+    evidence = Evidence(_NOWHERE, lambda: _NOWHERE)
     with TrainingProcess(tmp_path) as process:
         process.wait()
         evidence.expect_lost_rank_named(process, 1)

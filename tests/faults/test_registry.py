@@ -157,3 +157,4 @@ def test_without_wandb_the_drill_of_a_tracker_is_skipped(
     monkeypatch.setattr(evaluation, "refuse_missing_packages", refuse)
     result = run_drill(all_faults()["tracker-down"], Sandbox(tmp_path, _QUIET))
     assert result.skipped == "W&B is not installed: pip install 'longtake[wandb]'"
+    assert not (tmp_path / "undisturbed").exists(), "it trained a run to compare with"

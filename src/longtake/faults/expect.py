@@ -6,8 +6,9 @@ run's plan and of `longtake data audit`; both counts have to agree.
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 from types import MappingProxyType
@@ -72,11 +73,12 @@ class Evidence:
 
     Args:
         site: the site of the run that gets the fault.
-        undisturbed: the site of a run without the fault, with which it is compared.
+        get_undisturbed: returns the site of a run without the fault, with which it is compared. It
+            may train that run, so it is called only when a drill compares.
     """
 
     site: TrainingSite
-    undisturbed: TrainingSite
+    get_undisturbed: Callable[[], TrainingSite]
     complaints: list[str] = field(default_factory=list)
     message: str = ""  # description of the outcome if the drill passes
     counts: SampleCounts | None = None
@@ -85,6 +87,10 @@ class Evidence:
     steps_lost: int | None = None
     samples_skipped: int | None = None
     is_equal: bool | None = None
+
+    @cached_property
+    def undisturbed(self) -> TrainingSite:
+        return self.get_undisturbed()
 
     def expect(self, holds: bool, otherwise: str) -> None:
         if not holds:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from textwrap import wrap
@@ -126,7 +127,7 @@ def fault(
                 site = sandbox.fresh(known_as, recipe or SHORT_RECIPE)
             else:
                 site = sandbox.copied(known_as, begins)
-            evidence = Evidence(site, getattr(sandbox, compared_with))
+            evidence = Evidence(site, partial(getattr, sandbox, compared_with))
             drill(site, evidence, **arguments)
             return evidence
 
