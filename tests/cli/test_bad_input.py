@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import scipy.ndimage  # noqa: F401 - another user may not read the interpreter's folders
 from tests.build import change_options
 from tests.cli.conftest import Call, Refuse
 
