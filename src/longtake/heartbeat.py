@@ -161,6 +161,15 @@ class Heartbeat:
     def is_alive(self) -> bool:
         return process.start_ticks(self.pid) == self.started
 
+    def read_again(self) -> "Heartbeat":
+        """Return the last page of the same process, or this heartbeat if there is none.
+
+        A process that is dead may have ended normally after its page was read: by the earlier page
+        it would count as one that died in the phase before.
+        """
+        last = read_heartbeat(self.path) or self
+        return last if (last.pid, last.started) == (self.pid, self.started) else self
+
     def as_dict(self) -> dict[str, Any]:
         """Return the heartbeat's fields except its timings as JSON values."""
         names = ("role", "pid", "rank", "local_rank", "world_size", "launch", "step", "steps_done")

@@ -4,16 +4,18 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.build import wait_until
-from tests.monitor.build import make_dump, make_process, make_thread
+from tests.monitor.build import make_dump, make_heartbeat, make_process, make_thread
 
-from longtake import stacks
+from longtake import heartbeat, stacks
 from longtake.fsio import write_once
 from longtake.heartbeat import read_heartbeats
+from longtake.monitor import dumps
 from longtake.monitor.asked import dump_process_tree
 from longtake.monitor.dumps import (
     EarlyRounds,
@@ -172,6 +174,17 @@ def test_whoever_is_gone_is_missed(stage: Any) -> None:
     found = _dump(stage.folder())
     assert [(each["pid"], each["detail"]) for each in found["missing"]] == [(dead, "bad")]
     assert len(_by_pid(found)) == 1
+
+
+def test_a_rank_that_ends_while_pages_are_read_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Pages are read before it is seen which processes are gone."""
+    pages = [make_heartbeat(pid=2**22 + number) for number in (1, 2)]  # above the kernel's pid_max
+    last = {pages[0].path: replace(pages[0], phase="ended"), pages[1].path: None}
+    monkeypatch.setattr(dumps, "read_heartbeats", lambda folder: pages)
+    monkeypatch.setattr(heartbeat, "read_heartbeat", last.get)
+    assert [each["pid"] for each in _dump(Path(), 0)["missing"]] == [pages[1].pid]
 
 
 _CALL, _CALLER = ("f", "a.py", 2), ("main", "a.py", 1)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.monitor.build import make_heartbeat
 
+from longtake import heartbeat
 from longtake.heartbeat import Heartbeat, Phase, PhaseTiming, Role, read_heartbeats
 from longtake.monitor import observe
 from longtake.monitor.observe import (
@@ -239,7 +240,7 @@ def test_a_process_that_ends_during_a_scan_is_judged_by_its_last_page(
     pages = [_pulse_dead(2**22 + number) for number in (1, 2)]  # more than the kernel's pid_max
     last = {pages[0].path: replace(pages[0], phase="ended"), pages[1].path: None}
     monkeypatch.setattr(observe, "read_heartbeats", lambda folder: pages)
-    monkeypatch.setattr(observe, "read_heartbeat", last.get)
+    monkeypatch.setattr(heartbeat, "read_heartbeat", last.get)
     found = HeartbeatScanner(tmp_path).scan()
     assert found.living == []
     assert found.dead == [last[pages[0].path], pages[1]]

@@ -268,7 +268,7 @@ def _add_native_calls(host: str, rounds: Sequence[Round], reason: DumpReason) ->
 
 def _is_missing(heartbeat: Heartbeat, ranks: Sequence[Heartbeat], launch: str) -> bool:
     """Return True if a process of the current launch is dead that has not ended normally."""
-    if heartbeat.is_alive or heartbeat.phase in ("idle", "ended"):
+    if heartbeat.is_alive or heartbeat.read_again().phase in ("idle", "ended"):
         return False
     if heartbeat.launch:
         return heartbeat.launch == launch

@@ -82,10 +82,7 @@ class HeartbeatScanner:
             elif self._is_alive(each, gone):
                 living.append(each)
             else:
-                # Read again: it may have ended normally since its page was read above, and would
-                # be reported as a rank that died in the phase before.
-                last = read_heartbeat(each.path) or each
-                dead.append(last if _identity(last) == _identity(each) else each)
+                dead.append(each.read_again())
         return Snapshot(time.monotonic(), living, dead)
 
     def _is_alive(self, heartbeat: Heartbeat, gone: set[int]) -> bool:
