@@ -76,10 +76,14 @@ def crop(height: int, width: int, shape: Size, across: float = 0.5, down: float 
     return Crop(scaled_height, scaled_width, top, left)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Window(FrameSpan):
     """Specification of the pixels to read from a clip: its frames, scaling and crop."""
 
+    # Without the defaults of a span: a window whose frames were forgotten would show others.
+    start: int
+    num_frames: int
+    stride: int
     identity: str  # identity of the clip
     media: Media
     kind: Kind  # an image needs only `media` and the sizes
