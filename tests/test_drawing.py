@@ -82,7 +82,9 @@ def test_what_no_font_has_is_a_box_and_said_once(
     _drawn("一只猫 walks")
     _drawn("一只狗 runs")
     said = capsys.readouterr().err
-    assert said.startswith("No font of this machine has 一 只 猫: pictures show boxes instead. ")
+    assert said.startswith(
+        "No font in this machine's usual folders has 一 只 猫: pictures show boxes "
+    )
     assert said.count("\n") == 1
     assert "fonts-noto-cjk" in said
 
@@ -95,6 +97,16 @@ def test_a_font_of_this_machine_has_what_ours_lacks(
     square = line[:, 17:32]
     assert (square < 64).sum() > 100
     assert capsys.readouterr().err == ""
+
+
+def test_fonts_with_most_characters_are_tried_first(
+    fresh: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["NotoSansCJK.ttc", "NotoSans.ttf", "DejaVuSans.ttf", "Abel.ttf", "Zeyada.otf"]
+    for name in (*names, "NotoSans.txt"):
+        (fresh / name).touch()
+    monkeypatch.setattr(drawing, "_MOST_FONTS", 4)
+    assert [Path(each).name for each in drawing._installed()] == names[:4]
 
 
 def test_lines_break_between_words_and_fit() -> None:
