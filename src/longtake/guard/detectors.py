@@ -555,6 +555,9 @@ class _SpikeLimit(NamedTuple):
 _LOSS_LIMIT = _SpikeLimit(6.0, 2.0)
 _GRAD_NORM_LIMIT = _SpikeLimit(7.0, 5.0)
 """Limit of spikes of gradient norms, which are clipped, with a heavier tail than losses."""
+_RESTART_LIMIT = _SpikeLimit(7.0, 30.0)
+"""Limit of spikes of gradient norms in the first steps after a restart of the schedule, relative to
+steps before it: gradients of a model that had come to rest may grow eightfold there."""
 _RARE_LIMIT = _SpikeLimit(6.0, 1000.0)
 """Limit of spikes of the loss at rare clip shapes and noise levels. Near sigma = 0 a model
 that predicts the clip has a hundred times its usual loss without any defect."""
@@ -577,12 +580,12 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     # Batches without captions have gradients of their own. So have models that do not move yet,
     # because an optimizer is still searching its rate, and those that had come to rest before a
     # restart of the schedule: their gradients are smaller.
-    rate = float(window.row.column("rate")[0]) / _MOST_TIMES_A_LOWER_RATE
-    newest = newest.select((newest.column("rate") >= rate) | (newest.column("rate") == 0))
     since_restart = newest.select(newest.column("restarts") == now.num_restarts)
-    # Soon after a restart, only a norm far above those before it is a spike.
-    has_restarted = len(since_restart) < _MIN_SAME_SHAPE
-    newest = newest if has_restarted else since_restart
+    is_settled = len(since_restart) >= _MIN_SAME_SHAPE
+    if is_settled:  # otherwise also rows before: those have the low rates at the end of a cycle
+        rate = float(window.row.column("rate")[0]) / _MOST_TIMES_A_LOWER_RATE
+        rates = since_restart.column("rate")
+        newest = since_restart.select((rates >= rate) | (rates == 0))
     have_dropped = newest.column("dropped_samples") > 0
     alike = newest.select(have_dropped == (now.population("dropped")[1] > 0))
     if len(alike) >= _MIN_SAME_SHAPE:
@@ -593,8 +596,8 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     loss = _excess(newest.column("loss"), now.loss, noise_factor)
     explained = max(0.0, loss.distance) if loss is not None else 0.0
     grad_norm = _excess(newest.column("grad_norm"), now.grad_norm, noise_factor, explained)
-    limit = _GRAD_NORM_LIMIT if is_known_shape and not has_restarted else _RARE_LIMIT
-    if not limit.is_exceeded(grad_norm):
+    limit = _GRAD_NORM_LIMIT if is_settled else _RESTART_LIMIT
+    if not (limit if is_known_shape else _RARE_LIMIT).is_exceeded(grad_norm):
         return None
     message = f"The gradient norm of {grad_norm}; the loss is {now.loss:.4g}."
     return _skip_or_roll_back(window, "spike", message)
