@@ -42,6 +42,20 @@ def lora_recipe(small_recipe: MakeRecipe, release: Path) -> MakeRecipe:
     return lambda *changes: small_recipe(*always, *changes)
 
 
+def test_a_streamed_run_trains_bitwise_the_same(lora_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """With gradients that accumulate, and recomputed blocks."""
+    parts = "training.micro_batch_size=2"
+    plain = lora_recipe(parts, "recompute.policy=none", f"out={tmp_path / 'plain'}")
+    streamed = lora_recipe(
+        parts, "recompute.policy=alternate", "model.stream=all", f"out={tmp_path / 'streamed'}"
+    )
+    for recipe in (plain, streamed):
+        train(recipe, QUIET)
+    assert losses(streamed) == losses(plain)
+    states = [saved(recipe, 4, "model") for recipe in (streamed, plain)]
+    torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
 def test_a_lora_on_quantised_weights_is_resumed_and_exported(
     lora_recipe: MakeRecipe, release: Path, tmp_path: Path
 ) -> None:
