@@ -22,8 +22,8 @@ def _header(
     return member.tobuf(tarfile.PAX_FORMAT if pax else tarfile.GNU_FORMAT)
 
 
-def _many_numbers() -> bytes:
-    text = json.dumps({f"number{index}": index for index in range(2000)}).encode()
+def _with_json(text: bytes) -> bytes:
+    """A tar of an empty clip and its .json."""
     padding = bytes(-len(text) % 512)
     return (
         _header(0, name="a.mp4") + _header(len(text), name="a.json") + text + padding + bytes(1024)
@@ -74,7 +74,9 @@ def test_members_with_one_key_are_one_sample(tmp_path: Path) -> None:
     members: dict[str, bytes | str] = {
         "./d/0.1/a.mp4": b"A" * 700,
         "./d/0.1/a.txt": "\ufefftext of a\n",
-        "./d/0.1/a.json": json.dumps({"caption": "not this", "nouns": 3, "height": 9, "id": "x"}),
+        "./d/0.1/a.json": json.dumps(
+            {"caption": "not this", "nouns": 3, "height": 9, "id": "x", "no float": 10**400}
+        ),
         "b.left.png": b"L",
         "b.right.png": b"R",
         "b.json": json.dumps({"text": "both sides"}),
@@ -111,6 +113,7 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
     whole = write_tar(
         tmp_path / "whole.tar", {"a.mp4": b"A" * 2000, "b.mp4": b"B" * 2000}
     ).read_bytes()
+    many = {f"number{index}": index for index in range(2000)}
     tars = {
         "cut.tar": (whole[:4000], "unexpected end of data"),
         "cut_header.tar": (whole[:3000], "damaged at byte 2560"),
@@ -135,7 +138,15 @@ def test_malformed_tars_are_refused_with_a_reason(tmp_path: Path) -> None:
             _header(2**21, name="a.txt") + bytes(2**21 + 1024),
             "a.txt has 2,097,152 bytes; a text has at most 1,048,576",
         ),
-        "names.tar": (_many_numbers(), "its .json files name 2,000 numbers; at most 1,000 can be"),
+        "deep.tar": (_with_json(b"[" * 100_000), "a.json: it is nested deeper than 32 levels"),
+        "surrogate.tar": (
+            _with_json(rb'{"caption": "\ud800"}'),
+            "a.json: Invalid JSON: unexpected",
+        ),
+        "names.tar": (
+            _with_json(json.dumps(many).encode()),
+            "its .json files name 2,000 numbers; at most 1,000 can be",
+        ),
         "empty.tar": (b"", "not a readable tar: empty file"),
     }
     for name, (content, _) in tars.items():
