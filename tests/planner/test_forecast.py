@@ -181,22 +181,33 @@ _OF_TWO = "training.micro_batch_size=2"
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_ranks", "expected"),
+    ("changes", "num_ranks", "sizes", "expected"),
     [
-        ([f"data.buckets=[{_SHAPE(32, 96)}, {_LARGE_SHAPE}, {_SHAPE(32, 64)}]"], 2, (64, 64, 4, 1)),
-        ([f"data.buckets=[{_LARGE_SHAPE}, {_SMALL_SHAPE}]", _OF_TWO], 2, (64, 64, 2, 2)),
+        (
+            [f"data.buckets=[{_SHAPE(32, 96)}, {_LARGE_SHAPE}, {_SHAPE(32, 64)}]"],
+            2,
+            [8],
+            (64, 64, 4, 1),
+        ),
+        ([f"data.buckets=[{_LARGE_SHAPE}, {_SMALL_SHAPE}]", _OF_TWO], 2, [8], (64, 64, 2, 2)),
         # A bucket's own batch has as many micro-batches.
-        ([f"data.buckets=[{_LARGE_SHAPE}, {_WITH_OWN_BATCH}]", _OF_TWO], 2, (32, 32, 8, 2)),
+        ([f"data.buckets=[{_LARGE_SHAPE}, {_WITH_OWN_BATCH}]", _OF_TWO], 2, [32], (32, 32, 8, 2)),
         # Large pictures in small batches, or small ones in large batches, by their tokens.
-        ([_STAGES % 2], 1, (64, 64, 2, 1)),
-        ([_STAGES % 16], 1, (32, 32, 16, 1)),
+        ([_STAGES % 2], 1, [2, 2], (64, 64, 2, 1)),
+        ([_STAGES % 16], 1, [2, 16], (32, 32, 16, 1)),
     ],
 )
 def test_the_largest_batch_of_one_process_is_planned(
-    changes: list[str], num_ranks: int, expected: tuple[int, ...], tiny_flux: _Make
+    changes: list[str],
+    num_ranks: int,
+    sizes: list[int],
+    expected: tuple[int, ...],
+    tiny_flux: _Make,
 ) -> None:
     recipe = tiny_flux("training.global_batch_size=8", *changes)
-    batch = outline_step(recipe, CPU, num_ranks).batch
+    step = outline_step(recipe, CPU, num_ranks)
+    assert [stage.global_batch_size for stage in step.stages] == sizes
+    batch = step.batch
     shape = batch.bucket.height, batch.bucket.width
     assert (*shape, batch.micro_batch_size, batch.num_micro_batches) == expected
 
