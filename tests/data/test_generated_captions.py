@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from tests.data.build import indexed, pictures_of, write_greys
+from tests.data.build import (
+    Oracle,
+    PlannedRun,
+    identities_of,
+    indexed,
+    pictures_of,
+    shape,
+    write_greys,
+)
 from tests.data.catalogs import make_catalog
 
 from longtake.data.catalog import CAPTIONED, Catalog
@@ -107,6 +115,20 @@ def test_clips_without_a_caption_or_all_are_captioned(
     assert np.isnan(lengths[list(rows)]).all()
     assert not np.isnan(np.delete(lengths, list(rows))).any()
     assert (done.num_written, done.failed) == (len(rows), ())
+
+
+def test_clips_that_get_their_first_caption_join_the_epoch(half: Catalog, tmp_path: Path) -> None:
+    after = _caption(half, _Seen(), tmp_path / "c.parquet").catalog
+    stills = [shape(num_frames=1)]
+    run = PlannedRun(tmp_path, half, buckets=stills, stages=[{"name": "only", "epochs": 2}])
+    captioned = {clip.identity for clip in half.clips() if clip.caption}
+    run.oracle = Oracle({0: captioned, 1: captioned})
+    run.train(2)
+    plans = run.resume(after)
+    assert "13 with another caption" in plans.changes
+    run.oracle.change("merge", identities_of(after), counted=0)
+    run.train()
+    run.oracle.check()
 
 
 def test_a_clip_or_caption_that_is_no_good_is_named_and_the_rest_captioned(
