@@ -7,6 +7,7 @@ import torch
 from tests.build import LateCopies
 from tests.planner.build import make_toy
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from longtake.config import RecomputeSection
 from longtake.models.numerics import autocast
@@ -55,6 +56,14 @@ def test_mixtures_are_the_same_to_the_bit() -> None:
     subject = make_toy("cpu", dropout=0.1, num_blocks=5)
     mixed = dict(zip(subject.blocks.values(), map(BlockOption, ACTIVATIONS), strict=False))
     assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, mixed)))
+
+
+def test_an_added_dropout_is_drawn_again() -> None:
+    subject = make_toy("cpu")
+    for block in subject.blocks.values():
+        block.register_forward_hook(lambda _, __, tokens: F.dropout(tokens, 0.5))
+    recomputed = dict.fromkeys(subject.blocks.values(), BlockOption("recompute"))
+    assert all(map(torch.equal, _outcome(subject, {}), _outcome(subject, recomputed)))
 
 
 def test_under_autocast_no_bf16_copies_of_weights_are_kept() -> None:
