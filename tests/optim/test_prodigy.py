@@ -56,15 +56,16 @@ def test_steps_are_those_of_its_authors(weight_decay: float) -> None:
     assert found[-1] < found[0] / 2  # with a learning rate that nobody chose
 
 
-def test_a_resumed_optimizer_goes_on_to_the_last_bit() -> None:
-    """The distance first rises after the state was saved, so all that it follows from counts."""
+@pytest.mark.parametrize("saved_at", [10, 17])
+def test_a_resumed_optimizer_goes_on_to_the_last_bit(saved_at: int) -> None:
+    """The distance first rises in the 16th step, after or before the state is saved."""
     whole, parted, again = _model(), _model(), _model()
     first, second = Prodigy(parted.parameters()), Prodigy(again.parameters())
-    expected = _train(whole, Prodigy(whole.parameters()), range(20))[10:]
-    _train(parted, first, range(10))
+    expected = _train(whole, Prodigy(whole.parameters()), range(20))[saved_at:]
+    _train(parted, first, range(saved_at))
     again.load_state_dict(parted.state_dict())
     second.load_state_dict(copy.deepcopy(first.state_dict()))
-    assert _train(again, second, range(10, 20)) == expected
+    assert _train(again, second, range(saved_at, 20)) == expected
     assert second.param_groups[0]["distance"] > first.param_groups[0]["distance"]
 
 
