@@ -9,7 +9,9 @@ TREE is a worktree that the script may change: every mutant is written into it, 
 variable of the process selects the active one. All tests of `make test` run once without mutants
 and record which mutants they reach. Then, for each mutant, the tests that reach it run until one
 fails, those of its own package and the shortest first; a test that does not reach a mutant cannot
-notice it. Outcomes are stored as they come, so that a run can be interrupted.
+notice it. Of the tests that reach one mutant, those run whose durations add up to four minutes: a
+survivor's line says how many they were, and the share of noticed mutants is at least the one
+reported. Outcomes are stored as they come, so that a run can be interrupted.
 
 A mutant that no test can notice, because the program behaves the same, is equivalent: somebody who
 has read the code writes its number and the reason under "equivalent" of the set. The share is of
@@ -22,6 +24,7 @@ import contextlib
 import copy
 import fcntl
 import importlib
+import itertools
 import json
 import os
 import random
@@ -47,6 +50,8 @@ _LEAST_PER_PACKAGE = 3
 _SEED = 33
 _LIMIT_SECONDS = 300
 _SLOW_TEST_SECONDS = 0.5
+_MOST_SECONDS = 240
+"""Of tests for one mutant, by their durations in the run that recorded what is reached."""
 _ACTIVE, _REACHED = "LONGTAKE_MUTANT", "LONGTAKE_MUTANTS_REACHED"
 _PACKAGE = "longtake"
 
@@ -369,16 +374,24 @@ class _Tests:
 
     def try_one(self, number: int, path: str) -> str:
         """How a mutant ends: killed, hung, survived or unreached."""
-        tests = self._tests_for(number, path)
-        if not tests:
+        reaching = self._tests_for(number, path)
+        if not reaching:
             return "unreached"
+        tests = self._affordable(reaching)
         outcome = self._run(number, tests)
-        if not outcome.startswith("killed by") or self._is_certain(outcome):
-            return outcome
-        failed = outcome.removeprefix("killed by ")
-        if self._run(-1, [failed]) != "survived":  # it fails without the mutant too: load
-            return self._run(number, [each for each in tests if each != failed])
+        if outcome.startswith("killed by") and not self._is_certain(outcome):
+            failed = outcome.removeprefix("killed by ")
+            if self._run(-1, [failed]) != "survived":  # it fails without the mutant too: load
+                outcome = self._run(number, [each for each in tests if each != failed])
+        if outcome == "survived" and len(tests) < len(reaching):
+            return f"survived {len(tests)} of the {len(reaching)} tests that reach it"
         return outcome
+
+    def _affordable(self, tests: Sequence[str]) -> list[str]:
+        """The first of them, at least one, whose durations stay within the limit."""
+        sums = itertools.accumulate(self._seconds[each] for each in tests)
+        enough = sum(total <= _MOST_SECONDS for total in sums)
+        return list(tests[: max(1, enough)])
 
     def _is_certain(self, outcome: str) -> bool:
         return self._seconds[outcome.removeprefix("killed by ")] < _SLOW_TEST_SECONDS

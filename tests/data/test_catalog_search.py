@@ -1,5 +1,6 @@
 """Clips are found by identity without reading the whole catalog."""
 
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -69,3 +70,16 @@ def test_paths_of_spans_are_whole(tmp_path: Path) -> None:
     make_catalog([clip(1, media=media)]).save(tmp_path / "c.parquet")
     (found,) = find_clips(tmp_path / "c.parquet", [bytes.fromhex(clip(1).identity)], 1)
     assert found.path == f"{tmp_path}/film.mp4#t=1.5,2.5"
+
+
+def test_a_wrong_bit_in_a_columns_description_is_named_or_harmless(path: Path) -> None:
+    wanted = [Catalog.load(path).clip(0)]
+    names = [bytes.fromhex(wanted[0].identity)]
+    data = path.read_bytes()
+    described = data.rindex(b"\x06reason")  # in the file's footer: the last group's column
+    for bit in range(8 * (described - 16), 8 * described):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with suppress(DataError):
+            assert find_clips(path, names, 8) == wanted
