@@ -68,7 +68,7 @@ def test_a_step_has_one_row_of_numbers(
 
 
 def test_each_step_has_the_bucket_of_its_clips_and_their_tokens(small_recipe: Recipes) -> None:
-    """Clips of two shapes; fillers of a bucket's last batch count as no tokens."""
+    """Clips of two shapes; stand-ins of a bucket's last batch count as no tokens."""
     recipe = small_recipe.trained(
         *TINY_WAN,
         "data.buckets=[{num_frames=5, height=32, width=32}, {num_frames=1, height=32, width=32, "

@@ -104,13 +104,13 @@ class BatchAssembler:
         ]
         # Every rank needs pixels in every place, so that all ranks run the same computation.
         first = next((place for place, sample in enumerate(samples) if sample), 0)
-        filler = samples[first]
-        if filler is None:
-            filler, planned, buffer = self._fetch_filler(planned, buffer, first, history)
+        stand_in = samples[first]
+        if stand_in is None:
+            stand_in, planned, buffer = self._fetch_stand_in(planned, buffer, first, history)
         for place, sample in enumerate(samples):
             if sample is None and place != first:
                 buffer.copy(first, place)
-        return self._batch(planned, samples, filler, buffer, history, skipped)
+        return self._batch(planned, samples, stand_in, buffer, history, skipped)
 
     def assemble_if_decoded(
         self, pending: PendingBatch, history: PlanHistory, skipped: SkippedRanges
@@ -122,14 +122,14 @@ class BatchAssembler:
             return None
         if not all(map(buffer.is_decoded, range(len(usable)))):
             return None
-        # No place lacks a sample, so the filler is not used.
+        # No place lacks a sample, so the stand-in is not used.
         return self._batch(planned, usable, usable[0], buffer, history, skipped)
 
     def _batch(
         self,
         planned: PlannedBatch,
         samples: Sequence[Sample | None],
-        filler: Sample,
+        stand_in: Sample,
         buffer: BatchBuffer,
         history: PlanHistory,
         skipped: SkippedRanges,
@@ -140,7 +140,7 @@ class BatchAssembler:
 
         # Skipped batches make no update, so positions count without them.
         before = skipped.last_kept(planned.step - 1)
-        filled = [sample or filler for sample in samples]
+        filled = [sample or stand_in for sample in samples]
         return Batch(
             step=planned.step,
             stage=planned.stage,
@@ -178,7 +178,7 @@ class BatchAssembler:
             return None
         return None if is_out else sample
 
-    def _fetch_filler(
+    def _fetch_stand_in(
         self, planned: PlannedBatch, buffer: BatchBuffer, place: int, history: PlanHistory
     ) -> tuple[Sample, PlannedBatch, BatchBuffer]:
         """Fetch a clip in place of failed ones: of the batch, else of its shape, else of another.
@@ -193,8 +193,8 @@ class BatchAssembler:
             if bucket != planned.bucket:
                 planned = replace(planned, bucket=bucket)
                 buffer = buffer.source.buffer(bucket, len(self.places(planned)))
-            # The prefix and trigger of a caption depend on its catalog, so the filler gets those of
-            # its own.
+            # The prefix and trigger of a caption depend on its catalog, so the stand-in gets those
+            # of its own.
             of_stream = planned if stream is None else replace(planned, source=stream.source)
             sample = self._fetch(clip, of_stream, planned.epoch, buffer, place)
             if self._wait(sample, buffer, place):

@@ -12,13 +12,22 @@ from longtake.data.stores import NOTHING, Fetched
 
 def num_places(batch_size: int, data_size: int) -> int:
     """Return the number of samples of a batch on each data-parallel rank, rounded up."""
-    # Rounded up: the last rank's places may be more than its samples, and fillers take them.
+    # Rounded up: the last rank's places may be more than its samples, and stand-ins take them.
     return -(-batch_size // data_size)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width."""
+    """One rank's share of a global batch. Shapes: B local batch, F frames, H height, W width.
+
+    Rank r of R that have different clips has places r B to (r + 1) B - 1 of the batch, where B is
+    the global size divided by R, rounded up. All ranks compute B samples: a place without a clip
+    gets a stand-in, which has weight 0. It is a copy of the first clip of this rank's share that
+    can be decoded, with its seed and caption; else another clip of the batch, or one of the same
+    shape. If no clip of this shape can be decoded on any rank, a clip of another shape stands in
+    everywhere and the step makes no update. A clip that cannot be decoded is listed in `rejected`
+    and stays out of later batches; a run with more of them than `data.max_quarantined_clips` ends.
+    """
 
     step: int
     stage: str
@@ -33,7 +42,7 @@ class Batch:
     seeds: tuple[int, ...]
     identities: tuple[str, ...]  # [B]
     epochs: tuple[int, ...]  # [B] epoch of each sample
-    weights: Tensor  # [B] float32: 1, or 0 for a filler (undecodable clip, smaller last batch)
+    weights: Tensor  # [B] float32: 1, or 0 for a stand-in
     rejected: tuple[tuple[str, int], ...]  # (identity, epoch) of undecodable clips
     global_size: int  # samples of the batch over all ranks, unless it is a bucket's last
     # Position in the curriculum, for learning rate and EMA. In a ramp its stage can be another one

@@ -61,6 +61,9 @@ OK = GuardVerdict("ok")
 def judge(history: History, now: StepStatistics, settings: GuardSettings) -> GuardVerdict:
     """Return the verdict of the first detector that finds a divergence in a step, or `OK`.
 
+    A loss or gradient that is not finite, and a spike, skip the update, or roll back after
+    `max_skips` skips in close succession; what the others find always rolls back.
+
     Args:
         history: steps before `now`.
         now: the step, before its update.

@@ -17,17 +17,24 @@ from longtake.models.conditioning import outline_conditioning
 class FlowBatch:
     """The samples of one forward pass: their latents, noise, sigmas and conditioning."""
 
-    latents: Tensor  # [B, C, F, H, W]
+    latents: Tensor  # [B, C, F, H, W], never padded: all clips of a batch have one shape
     noise: Tensor  # [B, C, F, H, W]
     sigmas: Tensor  # [B]
     conditioning: Conditioning
-    loss_weights: Tensor | None = None  # [B, 1, F, H, W], see `flow.loss_mask`
+    # [B, 1, F, H, W] in the latents' resolution: the mask that `flow.loss_mask` names, averaged
+    # over the pixels of each latent position, at least `flow.loss_mask_floor`.
+    loss_weights: Tensor | None = None
 
 
 def flow_losses(
     parts: Components, batch: FlowBatch, precision: numerics.Precision, device: torch.device
 ) -> Tensor:
-    """Compute the flow-matching loss [B] fp32 of each sample.
+    """Compute the flow-matching loss [B] fp32 of each sample (`flow.path` has the formulas).
+
+    It is the mean over C, F, H, W of (predicted velocity - (noise - latents))^2, where the model
+    predicts from (1 - sigma) latents + sigma noise. With weights it is the mean of weight * square
+    divided by the mean weight. Captions of unlike length are padded; their lengths, from which the
+    family makes the attention's mask, are in the conditioning.
 
     A model with bf16 weights computes in bf16 without autocast.
     """
@@ -43,6 +50,7 @@ def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
 
 
 def _velocity_loss(parts: Components, batch: FlowBatch, predicted: Tensor) -> Tensor:
+    # 0 at frames that the model is given rather than asked for (image to video); mostly None.
     weights = parts.family.inputs.loss_weights(batch.latents, batch.conditioning)
     if weights is None or batch.loss_weights is None:
         weights = batch.loss_weights if weights is None else weights

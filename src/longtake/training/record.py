@@ -161,7 +161,7 @@ class Recorder:
                 peak = self._peak_flops * self._world.size
                 metrics["mfu"] = round(flops / seconds / peak, 6)
         if (tokens := self._sample_tokens.get(batch.bucket)) is not None:
-            # Fillers train nothing: their operations count above, but not their tokens.
+            # Stand-ins train nothing: their operations count above, but not their tokens.
             metrics["tokens_per_second"] = round(tokens * statistics.num_samples / seconds, 3)
         if batch.fetched.num_bytes or batch.fetched.retries:
             metrics["store_bytes"] = batch.fetched.num_bytes

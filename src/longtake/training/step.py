@@ -77,16 +77,16 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     The loss is the sum of all ranks' weighted sample losses divided by the batch's global size: the
     mean over the ranks that have different clips of (sum of a rank's losses / `share`). Ranks that
     share a clip's tokens each have its whole loss, so that a mean over all ranks is the same, as
-    the derivatives of their exchanges are those of the sum of their losses. A stand-in, another
-    clip of the batch in the place of one that cannot be decoded, has weight 0;
-    `fsdp.clip_gradients` multiplies the gradients by (global size / number of clips that were
-    there), so that they are those of a mean.
+    the derivatives of their exchanges are those of the sum of their losses. A stand-in (`Batch`)
+    has weight 0; `fsdp.clip_gradients` multiplies the gradients by (global size / number of clips
+    that were there), so that they are those of a mean.
     """
     world, components = session.world, state.components
     model, blocks = components.model, components.family.blocks(components.model)
     size = _micro_batch_size(session, batch)
     count = -(-len(batch.seeds) // size)
-    share = batch.global_size / world.data_size  # ranks average gradients
+    # FSDP's reduce-scatter and `reduce_gradients` average over ranks, both in fp32.
+    share = batch.global_size / world.data_size
     timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
     captioned, of_zero = list[bool](), list[Tensor]()
     # At step 0 of a pretrained model, the recorder warns if predicting 0 would have a lower loss.
@@ -112,6 +112,10 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
 
 
 def _micro_batch_size(session: Session, batch: Batch) -> int:
+    """Return `training.micro_batch_size`, or this rank's whole share if the recipe has none.
+
+    A bucket with a batch size of its own is split into as many micro-batches as the others.
+    """
     stage = session.recipe.data.stage(batch.stage)
     return session.recipe.micro_batch_size(stage, batch.bucket, session.world.data_size)
 
