@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -412,6 +413,17 @@ def _one_copy(dtype: torch.dtype) -> Model:
     return made
 
 
+def _adapted() -> Model:
+    """fp32 adapters of PEFT on a base in bf16: the first layer of each copies its input."""
+    model = Model(_plain)
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear"]), model.bfloat16())
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+    model.forward = lambda tokens: _plain(model, model.embed(tokens.bfloat16()))  # type: ignore[method-assign]
+    return model
+
+
 # By case: the model; how many parameters a plain step leaves untrained, None where torch stops
 # there; and of each trap its block, "stops" or "note", and parts of its text and its fix.
 _FIRST_TWO = "4 trainable parameters (blocks.0.linear.weight, "
@@ -520,6 +532,11 @@ _CASES: dict[str, tuple[Any, ...]] = {
         lambda: _one_copy(torch.bfloat16),
         0,
         "blocks.0 note | 1 of their layers | 32 bytes in all",
+    ),
+    "fp32 adapters on a 16-bit base": (
+        _adapted,
+        0,
+        "blocks.0 note | 4 of their layers copy their input to fp32 | 128 bytes in all",
     ),
     "no 16-bit base": (lambda: _one_copy(torch.float32), 0),
     "cut off by detach": (
