@@ -10,14 +10,16 @@ the names and the record schemas:
     metrics.jsonl                scalars per step (writer: rank 0)
     rollbacks.jsonl              each rollback, and the batches that the run skips after it
     guard/step_00001234_0.json   the guard's report on a verdict: samples, losses, thresholds
-    ledger/                      which clips each step consumed (writer: each rank, its own file)
+    ledger/launch_0000/          which clips each step of a launch consumed: rank_0000.bin (writer:
+                                 that rank); launch.json: plans and world size
     catalogs/                    copies of the catalogs that were trained on; inputs.jsonl: the
                                  digests of further input files when they were first used
-    nodes/<host>/stacks/         dumps of processes that hung
+    nodes/<host>/stacks/<time>_<pid>.json   a dump of a process that hung
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
     lease/0.json ...             which process trains the run: one file per holder, newest last
-    evaluations/<preset>/step_00001000/   videos sampled from that checkpoint (evaluation_dir.py)
+    evaluations/<preset>/step_00001000/   00_s0.mp4 ... scores.json: videos sampled from that
+                                 checkpoint, and their measures (evaluation_dir.py)
     tensorboard/  wandb/         mirrors of metrics, events and evaluations
     tracking/                    the mirrors' lease, positions in their sources, and logs
 """

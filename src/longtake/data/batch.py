@@ -26,7 +26,8 @@ class Batch:
     can be decoded, with its seed and caption; else another clip of the batch, or one of the same
     shape. If no clip of this shape can be decoded on any rank, a clip of another shape stands in
     everywhere and the step makes no update. A clip that cannot be decoded is listed in `rejected`
-    and stays out of later batches; a run with more of them than `data.max_quarantined_clips` ends.
+    and later batches have a stand-in for it; a run with more of them than
+    `data.max_quarantined_clips` ends.
     """
 
     step: int
@@ -37,8 +38,8 @@ class Batch:
     bucket: Bucket
     videos: Tensor  # [B, 3, F, H, W] uint8; F = 0 with `latents`
     captions: tuple[str, ...]  # [B]
-    # [B] seeds of noise, sigma and caption dropout, derived from the run's seed, the sample's stage
-    # and epoch and the clip's identity: independent of the world size.
+    # [B] seeds of noise, sigma and caption dropout, derived from the run's seed, the sample's stage,
+    # catalog and epoch and the clip's identity: independent of the world size.
     seeds: tuple[int, ...]
     identities: tuple[str, ...]  # [B]
     epochs: tuple[int, ...]  # [B] epoch of each sample

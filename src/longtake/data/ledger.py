@@ -1,7 +1,7 @@
 """The ledger of a run: a record of the clips that each optimizer step consumed, by identity.
 
-launch_0000/launch.json start step, world size, streams, plans, skipped batches
-launch_0000/rank_0000.bin 16 bytes per sample, appended after each update
+launch_0000/launch.json     start step, world size, streams, plans, skipped batches
+launch_0000/rank_0000.bin   16 bytes per sample, appended after each update
 """
 
 import errno

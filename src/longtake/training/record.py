@@ -122,7 +122,7 @@ class Recorder:
         statistics = decision.statistics
         # Before the metrics: the newest line there tells how long the run has been down.
         if not self._has_started:
-            report_start(statistics.step, self._run, self._world)
+            report_start(statistics.step, self._run, self._world)  # the event startup_timing
             self._has_started = True
         now = time.perf_counter()
         seconds, self._step_began = now - self._step_began, now

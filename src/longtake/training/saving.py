@@ -47,7 +47,7 @@ class SavedTrainer(files.SampledTrainer):
 def save_if_due(
     training: Training, ledger: Ledger, summary: StepSummary, *, is_last: bool, is_sampled: bool
 ) -> None:
-    """Save a checkpoint if one is due: by the recipe, at a stop, or at the end of the run.
+    """Save a checkpoint if one is due: by the recipe, for samples, at a stop, or at the end.
 
     Saves that have completed since are recorded. Only a state is saved whose weights are finite and
     equal in all replicas. Otherwise the next step's verdict reports it, or, if there is no next
