@@ -38,8 +38,8 @@ class Batch:
     bucket: Bucket
     videos: Tensor  # [B, 3, F, H, W] uint8; F = 0 with `latents`
     captions: tuple[str, ...]  # [B]
-    # [B] seeds of noise, sigma and caption dropout, derived from the run's seed, the sample's stage,
-    # catalog and epoch and the clip's identity: independent of the world size.
+    # [B] seeds of noise, sigma and caption dropout, derived from the run's seed, the sample's
+    # stage, catalog and epoch and the clip's identity: independent of the world size.
     seeds: tuple[int, ...]
     identities: tuple[str, ...]  # [B]
     epochs: tuple[int, ...]  # [B] epoch of each sample
