@@ -1,20 +1,20 @@
 """The run directory: paths and record schemas of all files of a run; torch-free.
 
 A run's processes exchange data through these files only. Every file has exactly one writer; every
-record is appended or renamed into place, so a reader never sees half a file. No other module knows
-the names and the record schemas:
+record is appended or renamed into place, so a reader never sees half a file. The names and record
+schemas are here, but for those inside a checkpoint, the ledger and an evaluation:
 
     recipe.toml                  the resolved recipe of the newest launch
     run.json                     id, created, launches (host, world size, start step, versions)
     events.jsonl                 what happened, one line each
     metrics.jsonl                scalars per step (writer: rank 0)
     rollbacks.jsonl              each rollback, and the batches that the run skips after it
-    guard/step_00001234_0.json   the guard's report on a verdict: samples, losses, thresholds
+    guard/step_00001234_0.json   the guard's report on a verdict: the steps before it, their samples
     ledger/launch_0000/          which clips each step of a launch consumed: rank_0000.bin (writer:
                                  that rank); launch.json: plans and world size
     catalogs/                    copies of the catalogs that were trained on; inputs.jsonl: the
                                  digests of further input files when they were first used
-    nodes/<host>/stacks/<time>_<pid>.json   a dump of a process that hung
+    nodes/<host>/stacks/<time>_<pid>.json   a dump of a process that hung, or of a decoder
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
     lease/0.json ...             which process trains the run: one file per holder, newest last

@@ -174,7 +174,7 @@ class Averages:
 
 
 def beta_of(profile: EmaProfile, step: int) -> float:
-    """Return the share of an EMA average that the `step`-th update (counted from 1) keeps.
+    """Return the share of an EMA average that the update of a step (counted from 1) keeps.
 
     With a decay it is min(decay, (1 + n) / (10 + n)): the ramp, as in Tensorflow's
     ExponentialMovingAverage, forgets the random start of a short run. The half-life is ln 0.5 / ln

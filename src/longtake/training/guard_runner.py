@@ -136,8 +136,9 @@ class GuardRunner:
     def allows(self, verdict: GuardVerdict) -> bool:
         """Return whether the step is trained: its verdict is `ok`, or is only reported.
 
-        Only reported are weights without gradient in a run that may have none at first, and in the
-        modes `report` and `off` all verdicts but `stop`.
+        Only reported are weights without gradient in a run that may have none at first, and in
+        mode `report` all verdicts but those on NaN, inf and unlike replicas, for which `judge`
+        returns `stop`. Mode `off` has no other verdicts than these.
         """
         if verdict.reason == "no_gradient" and not self._ends_without_gradient:
             return True
@@ -147,7 +148,7 @@ class GuardRunner:
         self.history = History.from_json(data, self.settings.window)
         # Steps after the checkpoint are trained again, and recorded then.
         self._samples.clear()
-        # A run with this many judged steps has passed the check of its gradients.
+        # After this many steps the check of gradients has ended, or nearly so: it is not made again.
         if len(self.history) >= _GRADIENT_STEPS:
             self._gradient_steps = 0
 

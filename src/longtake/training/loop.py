@@ -5,7 +5,8 @@ waits for the device once, for the numbers that go into it. The exceptions:
 
 - A sharded model gathers the weights of each block before the block computes (`parallel/fsdp.py`).
 - Ranks that share a batch's tokens compare it first (`begin_step`), agree on what they encode ahead
-  (`prepare_next`), both over the CPU, and exchange what each of them has encoded (`inputs.py`).
+  (`prepare_next`), both over the CPU, exchange what each of them has encoded (`inputs.py`), and
+  exchange keys and values in each attention.
 - The host waits once more for the first batch of each shape, whose page-locked memory is allocated,
   in a step with NaN or inf, which are counted, where a text encoder waits for the device, and for
   the checksums of replicas in the steps that compare them.
@@ -64,7 +65,7 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
     end = loader.end_after(session.recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
         batch = begin_step(session, state, local_batch)
-        # The watcher and the CPU thread tuner measure forward and backward pass only.
+        # The first step's memory, and the time with this number of CPU threads.
         with recorder.measured(state.global_step, batch, training.threads):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
             prepare_next(session, state, loader)  # while the device computes

@@ -41,8 +41,9 @@ class Recorder:
     """Writes a run's metrics.jsonl and events.jsonl; on ranks other than 0 it writes nothing.
 
     All ranks must call `timed`, which may raise on each of them, and `record_failures`, a
-    collective that changes the quarantine of each. Metrics number steps from 1 and events from 0;
-    events of clips and decoders have the number of the batch, which a roll-back moves ahead.
+    collective that changes the quarantine of each. Metrics and the event
+    `memory_measured` number steps from 1, other events from 0; events of clips, decoders, stages
+    and epochs have the number of the batch, which a roll-back moves ahead.
 
     Args:
         session: this launch of the run.
@@ -177,7 +178,7 @@ class Recorder:
         if not self._world.is_first:
             return
         statistics, verdict = decision.statistics, decision.verdict
-        # With guard.mode = "report" the update was applied, in spite of the verdict.
+        # With guard.mode = "report" the update was applied in spite of most verdicts.
         is_skipped = verdict.kind == "skip" and not decision.is_allowed
         self._run.append_event(
             "update_skipped" if is_skipped else "anomaly_detected",
@@ -322,7 +323,7 @@ class Recorder:
 
     @contextmanager
     def measured(self, step: int, batch: Batch, threads: CpuThreads) -> Iterator[None]:
-        """Measure time and memory of a step's forward and backward pass, run inside the context."""
+        """Measure time and memory of a step's passes and encoding, which run inside the context."""
         with self.measured_memory(batch), threads.measured(batch):
             yield
         self._threads_chosen(step, threads.choice)

@@ -50,7 +50,7 @@ def save_if_due(
     """Save a checkpoint if one is due: by the recipe, for samples, at a stop, or at the end.
 
     Saves that have completed since are recorded. Only a state is saved whose weights are finite and
-    equal in all replicas. Otherwise the next step's verdict reports it, or, if there is no next
+    equal in all replicas. Otherwise a later step's verdict reports it, or, if there is no later
     step, this function raises.
 
     Raises:
@@ -84,6 +84,8 @@ def save_if_due(
 
 def save_checkpoint(training: Training) -> None:
     """Start to save a checkpoint: everything that the next step and its verdict depend on.
+
+    Only the check for weights without gradient, in a run's first steps, counts anew after resuming.
 
     Returns when the state may change again; the saver reports later how the save ended. Frozen
     weights are not saved. All ranks must call it.

@@ -132,8 +132,9 @@ def prepare_next(session: Session, state: TrainingState, loader: Loader) -> None
 class ComputeTimer:
     """Measures how long this rank computes without waiting for other ranks, to find slow ranks.
 
-    Only forward passes are measured, since every other part of a step ends in a collective. With a
-    sharded model the forward pass waits for collectives as well, and the time tells less.
+    Only forward passes and the encoding before them are measured, since every other part of a step
+    ends in a collective. Where these wait for collectives as well, in a sharded model and between
+    ranks that share tokens, the time tells less.
     """
 
     def __init__(self, device: torch.device) -> None:
