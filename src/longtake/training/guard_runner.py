@@ -148,7 +148,7 @@ class GuardRunner:
         self.history = History.from_json(data, self.settings.window)
         # Steps after the checkpoint are trained again, and recorded then.
         self._samples.clear()
-        # After this many steps the check of gradients has ended, or nearly so: it is not made again.
+        # After this many steps the check of gradients has ended, or nearly so.
         if len(self.history) >= _GRADIENT_STEPS:
             self._gradient_steps = 0
 
