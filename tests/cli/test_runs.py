@@ -118,6 +118,9 @@ def test_a_run_is_shown(place: Path, call: Call, call_json: CallJson) -> None:
     facts = call_json("show", place / "run")
     assert (facts["steps"], facts["state"], facts["rollbacks"]) == (2, "finished", [])
     assert [each["step"] for each in facts["checkpoints"]] == [2]
+    (speed,) = facts["speeds"]
+    assert f"{speed['bucket']}  " in out
+    assert re.search(rf"\b2 +{speed['step_seconds']:.3g} +{speed['median']:,.0f}\b", out)
     assert facts["next"][0]["command"].startswith(f"longtake sample {place}/run")
 
 

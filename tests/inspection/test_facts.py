@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,6 +313,7 @@ def test_a_rank_that_failed_is_told_with_where_and_of_what(told: RunDirectory) -
     (failed,) = _incidents(told)
     said = "rank failed on gpu07: rank 3 (phase backward): killed by SIGKILL"
     assert incident_sentence(failed) == said
+    time.sleep(0.002)  # events of two files are put in order by their milliseconds
     told.append_event("resumed", step=2, lost_steps=2)
     (restart,) = restarts(told)
     assert re.fullmatch(

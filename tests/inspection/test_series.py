@@ -171,6 +171,7 @@ def test_tokens_per_second_are_told_apart_by_the_bucket_of_a_step() -> None:
         [1, 2, 2, 3, 4, 5],
         tokens_per_second=[100, 9999, 40, 10, 80, ABSENT],
         step_seconds=[1, 1, 2, 2, 1, 1],
+        mfu=[0.25, 0.5, ABSENT, 0.75, ABSENT, ABSENT],
         num_frames=frames,
         height=[ABSENT if each == ABSENT else 32 for each in frames],
         width=[ABSENT if each == ABSENT else 65536 for each in frames],
@@ -178,8 +179,10 @@ def test_tokens_per_second_are_told_apart_by_the_bucket_of_a_step() -> None:
     video, picture = speeds_by_bucket(rows)
     assert (str(video.bucket), video.num_steps) == ("8 frames of 65536x32", 3)
     assert (video.median, video.mean) == (80, (100 + 20 + 80) / 4)
+    assert (video.step_seconds, video.mfu) == (1, 0.5)
     assert (str(picture.bucket), picture.num_steps) == ("1 frame of 65536x32", 1)
     assert (picture.median, picture.mean) == (40, 40)
+    assert (picture.step_seconds, picture.mfu) == (2, None)
 
 
 def test_rows_without_tokens_have_no_speed() -> None:

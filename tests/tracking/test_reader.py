@@ -29,7 +29,7 @@ def test_records_carry_what_trackers_show(run: RunDirectory) -> None:
     Each bucket has a curve of its speed.
     """
     row = {"step": 1, "time": 5.0, "loss": 2.0, "grad_norm": None, "loss_by_sigma": [1, None]}
-    row |= {"bucket": [17, 32, 64], "tokens_per_second": 300.0}
+    row |= {"bucket": [17, 32, 64], "tokens_per_second": 300.0, "step_seconds": 2.0}
     run.metrics_path.write_text(json.dumps(row) + "\n")
     run.append_event("rolled_back", step=3, message="The loss rose.", reason=None)
     run.append_event("finished", step=4)
@@ -39,6 +39,8 @@ def test_records_carry_what_trackers_show(run: RunDirectory) -> None:
     assert train.scalars == {
         "train/loss": 2.0,
         "train/loss_by_sigma/0": 1,
+        "train/step_seconds": 2.0,
+        "train/step_seconds/17x32x64": 2.0,
         "train/tokens_per_second/17x32x64": 300.0,
     }
     assert (event.step, event.texts) == (3, {"events/rolled_back": "The loss rose. (step 3)"})

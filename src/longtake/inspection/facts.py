@@ -25,6 +25,7 @@ from longtake.data.conditioning import given_to
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import plural
 from longtake.inspection.rows import MetricRows, Progress, ignore_progress, read_rows
+from longtake.inspection.series import speeds_by_bucket
 from longtake.node_dir import read_events, state
 from longtake.process import command
 from longtake.run_dir import GuardReport, ReportedSample, RunDirectory
@@ -62,7 +63,8 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
         JSON: `run`, `id`, `created`, `recipe`, `family`, `steps`, `total_steps`, `state` (running,
         stalled, dead, finished, interrupted or diverged), `holder` (`host`, `pid` and `time` of the
         launch that trains it, or trained it last), `silent_seconds` (since its last sign of life),
-        `step_seconds` (the median of recent steps), `seconds_left` (None unless it runs),
+        `step_seconds` (the median of recent steps), `speeds` (by bucket, see `BucketSpeed`),
+        `seconds_left` (None unless it runs),
         `launches`, `starts` (of each launch that reached its first step: `time`, `step` done before
         it, `seconds` by part, `total`, `slowest` rank by part, and `down_seconds` since the last
         step before a crash), `newest` (the last row of metrics that counts), `abandoned_rows`,
@@ -97,6 +99,7 @@ def run_facts(run: RunDirectory, progress: Progress = ignore_progress) -> dict[s
         "holder": holder and {name: holder[name] for name in ("host", "pid", "time")},
         "silent_seconds": now.silent_seconds,
         "step_seconds": seconds,
+        "speeds": [{**vars(each), "bucket": str(each.bucket)} for each in speeds_by_bucket(rows)],
         "seconds_left": left,
         "launches": record["launches"],
         "starts": _starts(events),

@@ -125,13 +125,18 @@ def abandoned_spans(rows: MetricRows) -> tuple[NDArray[np.int64], NDArray[np.int
 
 @dataclass(frozen=True)
 class BucketSpeed:
-    """Training speed, in tokens per second, of the steps whose clips have one shape."""
+    """Training speed of the steps whose clips have one shape."""
 
     bucket: Bucket
     num_steps: int
     median: float
+    """Tokens per second, median of the steps."""
     mean: float
     """Tokens of the steps divided by their seconds, with data loading and checkpoints."""
+    step_seconds: float
+    """Median of the steps."""
+    mfu: float | None
+    """Model FLOPs utilisation, median of the steps; None if no step has it."""
 
 
 def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:
@@ -145,6 +150,7 @@ def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:
     rates, seconds, frames, height, width = (
         kept.raw_column(name)[is_known].astype(np.float64) for name in names
     )
+    utilisations = kept.column("mfu")[is_known].astype(np.float64)
     # One integer for each shape, which is sorted fast: sides are at most 2**16.
     shapes = (frames * 2.0**34 + height * 2.0**17 + width).astype(np.int64)
     order = np.argsort(shapes, kind="stable")
@@ -155,7 +161,17 @@ def speeds_by_bucket(rows: MetricRows) -> list[BucketSpeed]:
         bucket = Bucket(**dict(zip(METRIC_COLUMNS["bucket"], shape, strict=True)))
         with np.errstate(all="ignore"):
             mean = float(rates[steps] @ seconds[steps] / seconds[steps].sum())
-        found.append(BucketSpeed(bucket, len(steps), float(np.median(rates[steps])), mean))
+        known = utilisations[steps][~np.isnan(utilisations[steps])]
+        found.append(
+            BucketSpeed(
+                bucket,
+                len(steps),
+                float(np.median(rates[steps])),
+                mean,
+                float(np.median(seconds[steps])),
+                float(np.median(known)) if len(known) else None,
+            )
+        )
     return sorted(found, key=lambda each: -each.num_steps)
 
 

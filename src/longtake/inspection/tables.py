@@ -21,6 +21,7 @@ from longtake.run_dir import skipped_batches
 
 _PIPE_WIDTH = 120
 _LEAST_SECONDS_SHOWN = 0.005
+_MOST_SPEEDS = 10
 _QUARTERS = ("0-¼", "¼-½", "½-¾", "¾-1")
 _MAX_LISTED = 12
 START_PHASES = {
@@ -61,6 +62,8 @@ def print_run(console: Console, facts: Mapping[str, Any]) -> None:
     _print(console, grid)
     if facts["starts"] and facts["launches"]:
         _print(console, _start_table(facts["starts"][-1], facts["launches"][-1]["world_size"]))
+    if facts["speeds"]:
+        _print(console, _speed_table(facts["speeds"]))
     _print(console, "\nType next" if facts["next"] else "")
     for way in facts["next"]:
         _print(console, f"  {way['for']}:\n    [bold]{escape(way['command'])}[/bold]")
@@ -178,6 +181,23 @@ def _start_table(start: Mapping[str, Any], num_ranks: int) -> Table:
     table.add_row("to the end of the first step", f"{start['total']:.2f}")
     if start["down_seconds"] is not None:
         table.add_row("since the last step before a crash", f"{start['down_seconds']:.2f}")
+    return table
+
+
+def _speed_table(speeds: Sequence[Mapping[str, Any]]) -> Table:
+    """Return a table of the speed of training by bucket; the MFU only if a bucket has one."""
+    has_mfu = any(each["mfu"] is not None for each in speeds)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("clips of", no_wrap=True)
+    for heading in ("steps", "s/step", "tokens/s", *["MFU, %"] * has_mfu):
+        table.add_column(heading, justify="right")
+    for each in speeds[:_MOST_SPEEDS]:
+        cells = [f"{each['num_steps']:,}", f"{each['step_seconds']:.3g}", f"{each['median']:,.0f}"]
+        if has_mfu:
+            cells.append("" if each["mfu"] is None else f"{100 * each['mfu']:.1f}")
+        table.add_row(escape(each["bucket"]), *cells)
+    if (left := len(speeds) - _MOST_SPEEDS) > 0:
+        table.caption = f"and {plural(left, 'bucket')} with fewer steps"
     return table
 
 

@@ -23,6 +23,7 @@ EVENTS |= {"rolled_back", "diverged", "interrupted"}
 
 _MAX_LINES = 1000  # lines read at a time, which limits the memory
 _RESCAN_SECONDS = 30.0
+_SPEEDS = ("tokens_per_second", "step_seconds", "mfu")
 _MAX_SECONDS_INCOMPLETE = 60.0
 
 Result = tuple[str, int, str]
@@ -179,9 +180,11 @@ def _row_record(row: Mapping[str, Any]) -> TrackedRecord:
     identity = {"train/step": row["step"], "train/time": row["time"]}
     row = dict(row)
     shape = row.pop("bucket", None)
-    if isinstance(shape, list) and "tokens_per_second" in row:
+    if isinstance(shape, list):
         # Buckets differ in speed, so that each has a curve: frames x height x width.
-        row["tokens_per_second"] = {"x".join(map(str, shape)): row["tokens_per_second"]}
+        bucket = "x".join(map(str, shape))
+        row |= {f"{name}/{bucket}": row[name] for name in _SPEEDS if name in row}
+        row.pop("tokens_per_second", None)
     scalars = {f"train/{name}": value for name, value in _scalars(row)}
     rest = {name: value for name, value in scalars.items() if name not in identity}
     return TrackedRecord("train", row["step"], row["time"], identity, rest)
