@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from longtake.board import overview, report
+from longtake.board.charts import ticks
 from longtake.board.pages import ServerLinks, embedded, number, percent
 from longtake.board.plots import panels_of, series_payload
 from longtake.board.runs_page import differing_keys, render_comparison, render_runs
@@ -228,3 +229,19 @@ def test_a_list_reads_a_run_that_has_ended_again_if_it_has_changed(told: RunDire
     told.append_event("finished", step=24, seconds=1.0)
     (after,) = runs.summaries()
     assert (before.state, after.state) == ("interrupted", "finished")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0, 32, [0, 10, 20, 30]),
+        (0.3, 2.2, [0.5, 1, 1.5, 2]),
+        (-1, 1, [-1, -0.5, 0, 0.5, 1]),
+        (0, 10, [0, 2.5, 5, 7.5, 10]),
+        (3, 3, [3]),
+    ],
+)
+def test_ticks_are_round_numbers_within_the_range(
+    low: float, high: float, expected: list[float]
+) -> None:
+    assert ticks(low, high) == pytest.approx(expected)

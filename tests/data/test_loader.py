@@ -510,6 +510,8 @@ def test_positions_go_round_spans(spans: list[tuple[int, int]], number: int, cou
     while position - 1 in gone:
         position -= 1
     assert skipped.first_skipped(number) == position
+    kept = [each for each in range(number + 1) if each not in gone]
+    assert skipped.last_kept(number) == max(kept, default=-1)
 
 
 @given(spans=_SPANS, more=_SPANS, since=st.integers(0, 40))
