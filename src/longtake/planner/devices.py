@@ -84,6 +84,7 @@ _USUAL_BYTES = 24 * 2**30
 """Memory of the GPU that is assumed where there is none and the recipe names neither GPU nor
 memory."""
 _PCIE_4, _PCIE_5, _NVLINK_C2C = 31.5e9, 63e9, 450e9
+_PCIE_4_X8 = _PCIE_4 / 2
 _ALMOST = 0.99
 """Least share of its nominal size that a GPU's memory really has: 48 GiB are a little less."""
 _NCCL_BYTES = 3 * 2**29
@@ -148,6 +149,8 @@ _ALL = (
     _gpu("rtx5070", 61.7, 30.9, 672, 12227, _PCIE_5),
     _gpu("rtx3060", 25.5, 12.7, 360, 12288),
     _gpu("rtx3080", 59.5, 29.8, 760, 10240),
+    _gpu("rtx3070", 40.6, 20.3, 448, 8192),
+    _gpu("rtx4060", 30.2, 15.1, 272, 8188, _PCIE_4_X8),
 )
 DEVICES = {device.name: device for device in _ALL}
 _FLOPS_PER_BYTE = 200

@@ -466,7 +466,7 @@ def _solved(
     tracer: Tracer, costs: BlockCosts, budget_bytes: int, whole_bytes: int
 ) -> list[tuple[Options, StepTrace]]:
     """Find the fastest options of blocks and trace them; tighten the budget until they fit."""
-    within = budget_bytes
+    within = float(budget_bytes)
     for _ in range(_MOST_TRIES):
         options = fastest(costs, within, tracer.subject.host_bytes)
         if options is None:
@@ -475,5 +475,7 @@ def _solved(
         needed = max(traced.peak_bytes, traced.weight_bytes + whole_bytes)
         if needed <= budget_bytes:
             return [(options, traced)]
-        within -= max(needed - budget_bytes, _LEAST_STEP_BYTES)
+        # Below what was predicted of this mixture, or else an equal one could be found again.
+        predicted = costs.peak_bytes(options)
+        within = min(within, predicted) - max(needed - budget_bytes, _LEAST_STEP_BYTES)
     return []
