@@ -56,6 +56,27 @@ def test_a_streamed_run_trains_bitwise_the_same(lora_recipe: MakeRecipe, tmp_pat
     torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("kind", ["int8_dynamic", "fp8_dynamic"])
+def test_a_lora_trains_by_products_in_8_bits(
+    lora_recipe: MakeRecipe, tmp_path: Path, kind: str
+) -> None:
+    """To the bit with streamed weights, and near a run with exact ones."""
+    dynamic = f"model.quantize={kind}"
+    kept, streamed, exact = (
+        lora_recipe(*changes, f"out={tmp_path / name}")
+        for name, changes in {
+            "kept": (dynamic,),
+            "streamed": (dynamic, "model.stream=all"),
+            "exact": (),
+        }.items()
+    )
+    for recipe in (kept, streamed, exact):
+        train(recipe, QUIET)
+    assert losses(streamed) == losses(kept)
+    assert losses(kept) != losses(exact)
+    assert losses(kept) == pytest.approx(losses(exact), rel=0.05)
+
+
 def test_a_lora_on_quantised_weights_is_resumed_and_exported(
     lora_recipe: MakeRecipe, release: Path, tmp_path: Path
 ) -> None:

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.planner.build import make_tiny
 from torch import Tensor, nn
 
 from longtake.config import EmaSection, OptimizerSection
+from longtake.errors import PlanError
 from longtake.models.numerics import Precision
 from longtake.optim import master_weights
 from longtake.optim.build import build_optimizers
@@ -130,3 +132,10 @@ def test_torchs_default_would_take_another_copy_in_each_step() -> None:
         peaks[way] = memory.peak_bytes
     assert peaks["foreach"] == pytest.approx(foreach_bytes(network), rel=0.01)
     assert peaks["fused"] < 100
+
+
+def test_products_in_fp8_are_refused_for_a_gpu_without_them() -> None:
+    further = ["model.quantize=fp8_dynamic"]
+    with pytest.raises(PlanError, match=r'which a6000 cannot.* Set it to "int8_dynamic"'):
+        make_tiny("wan", device=device_named("a6000"), further=further)
+    make_tiny("wan", device=device_named("l4"), further=further)

@@ -1,6 +1,7 @@
 """Tracing a step without values: what it says is what the allocator does."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,14 @@ def test_streamed_quantised_and_offloaded_blocks_are_foreseen(
     """Every block with each kind of weights and all kinds of activations; and all mixed."""
     threads(1)
     _assert_foreseen(weights, family, dtype=dtype, precision=precision)
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_products_of_int8_are_foreseen(threads: Threads) -> None:
+    """Not those of fp8: torch's kernel for CPUs makes copies of its own."""
+    threads(1)
+    _assert_foreseen(["keep"], "wan", dtype="bf16", further=["model.quantize=int8_dynamic"])
 
 
 @pytest.mark.usefixtures("without_onednn")
@@ -251,6 +260,21 @@ def _seconds(operation: Any, *args: Any) -> float:
 def test_a_product_takes_its_arithmetic(dtype: torch.dtype, flops: float) -> None:
     took = _seconds(_aten.mm.default, _meta(600, 500, dtype=dtype), _meta(500, 400, dtype=dtype))
     assert took == pytest.approx(2 * 600 * 500 * 400 / (flops * _PRODUCTS))
+
+
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.int8, 4.0), (torch.float8_e4m3fn, 2.0)])
+def test_a_product_in_8_bits_runs_at_its_own_rate(dtype: torch.dtype, rate: float) -> None:
+    first, second = _meta(6400, 4800, dtype=dtype), _meta(4000, 4800, dtype=dtype).t()
+    device = replace(_DEVICE, int8_rate=4.0, bandwidth=1e12)
+    args: tuple[Any, ...]
+    if dtype == torch.int8:
+        operation, args = _aten._int_mm.default, (first, second)
+    else:
+        one: Any = torch.empty((), device="meta")
+        operation = _aten._scaled_mm.default
+        args = first, second, one, one, None, None, torch.float32
+    took = seconds(operation, args, {}, operation(*args), device)
+    assert took == pytest.approx(2 * 6400 * 4800 * 4000 / (rate * 1e12 * _PRODUCTS))
 
 
 @pytest.mark.parametrize("allowed", [True, False])

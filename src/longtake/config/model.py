@@ -19,8 +19,8 @@ def _with_counts_that_end(config: dict[str, Any]) -> dict[str, Any]:
 
 
 _MOST_OF_A_MODEL = 4096
-Quantization = Literal["fp8", "int8", "nf4"]
-"""Data type of fewer bits for the weights of frozen linear layers."""
+Quantization = Literal["fp8", "int8", "nf4", "fp8_dynamic", "int8_dynamic"]
+"""Data type of fewer bits for weights of frozen linear layers; "dynamic" ones multiply in it."""
 
 
 Expert = Literal["high", "low"]
@@ -66,10 +66,13 @@ class ModelSection(Section):
     """Required for a model that generates videos with audio (`ltx2`), unset for others. `off`
     trains and samples the video alone, with attention between audio and video switched off; the
     audio's weights are frozen, and exported unchanged."""
-    quantize: Literal["none", "fp8", "int8", "nf4", "auto"] = "none"
+    quantize: Literal["none", "fp8", "int8", "nf4", "fp8_dynamic", "int8_dynamic", "auto"] = "none"
     """Data type of the blocks' frozen linear layers while a LoRA or a module is trained: `fp8` and
     `int8` take a byte per weight, `nf4` about half a byte. The arithmetic is the same, on rounded
-    weights. `auto`: the plan chooses for each block, and the run keeps its choice."""
+    weights. `fp8_dynamic` and `int8_dynamic` round the layers' inputs and gradients, too, with a
+    scale per token, and multiply in 8 bits: GPUs from Ada and Hopper (fp8) or Ampere (int8) on do
+    that at twice the rate or more. `auto`: the plan chooses `fp8`, `int8` or `nf4` for each block,
+    and the run keeps its choice."""
     stream: Literal["none", "auto", "all"] = "auto"
     """Blocks whose frozen weights stay in host RAM and are copied to the GPU one block ahead;
     results are the same. `auto`: those that do not fit in the plan's GPU memory."""

@@ -1,7 +1,8 @@
 """Frozen linear layers with weights in 4 or 8 bits: quantised when read, dequantised when used.
 
 A quantised layer keeps its weight in buffers that no state dict has. The forward and the backward
-pass each dequantise it, so that autograd keeps no dequantised weight.
+pass each dequantise it, so that autograd keeps no dequantised weight; or they multiply in 8 bits
+(`low_bit`).
 """
 
 import importlib.util
@@ -15,17 +16,15 @@ from torch import Tensor, nn
 
 from longtake.config import Quantization
 from longtake.errors import RecipeError
+from longtake.models import low_bit
 
 _NF4_BLOCK = 64
 """Number of weights that share a scale in the nf4 format, as in QLoRA (Dettmers et al., 2023)."""
 _NF4_SCALES = 256  # the most scales that share a factor, by which they are quantised themselves
 _NF4_ZERO = 0x77  # two weights of level 7, which is 0
-_LEAST_SCALE = 2.0**-100  # scale of a row of zeros
-_ROWS: Mapping[str, tuple[torch.dtype, float]] = {
-    "int8": (torch.int8, 127.0),
-    "fp8": (torch.float8_e4m3fn, 448.0),
-}
-"""Number formats with one scale per row: the dtype of the codes, and the largest code."""
+_DYNAMIC = "_dynamic"  # ending of kinds that multiply in 8 bits
+_ROWS: Mapping[str, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+"""Number formats with one scale per row: the dtype of the codes."""
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "int8": ("codes", "scale"),
     "fp8": ("codes", "scale"),
@@ -85,7 +84,10 @@ class QuantizedLinear(FrozenLinear):
     It has no parameter `weight`; that attribute is the dequantised weight, made at each access.
     """
 
-    kind: Quantization
+    kind: str
+    """Number format of the stored weight: "int8", "fp8" or "nf4"."""
+    is_dynamic: bool
+    """True if inputs and gradients are quantised as well, and multiplied in 8 bits."""
     dtype: torch.dtype
     """Dtype that the layer's weight had before it was quantised."""
     codes: Tensor
@@ -119,10 +121,19 @@ class QuantizedLinear(FrozenLinear):
         return [getattr(self, name) for name in _NAMES[self.kind]]
 
     def forward(self, inputs: Tensor) -> Tensor:
+        num_rows = inputs.numel() // self.in_features
+        if self.is_dynamic and low_bit.can_multiply(num_rows, self.codes.shape):
+            return self._multiplied(_as_autocast_has_it(inputs))
         if not torch.compiler.is_compiling():
             return super().forward(inputs)
         given = _as_autocast_has_it(inputs), self.stored(), self.bias, self.kind, self.out_features
         return _compiled_product(*given)
+
+    def _multiplied(self, inputs: Tensor) -> Tensor:
+        weight = (None, *self.stored()) if torch.compiler.is_compiling() else (self,)
+        made: Tensor = low_bit.LowBitProduct.apply(inputs, *weight)  # type: ignore[no-untyped-call]
+        bias: Tensor | None = self.bias
+        return made if bias is None else made + bias.to(made.dtype)
 
 
 def _dequantized(
@@ -202,6 +213,7 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
         RecipeError: torchao is missing, or a layer's weights do not divide into blocks.
     """
     layers = frozen_linears(module)
+    stored = kind.removesuffix(_DYNAMIC)
     if kind == "nf4":
         if importlib.util.find_spec("torchao") is None:
             raise RecipeError(
@@ -222,9 +234,10 @@ def quantize_linears(module: nn.Module, kind: Quantization, key: str = "model.qu
         quantized: Any = linear
         # The same object with another class: names, hooks and references to the layer stay valid.
         quantized.__class__ = QuantizedLinear
-        quantized.kind, quantized.dtype = kind, weight.dtype
-        shapes = _shapes(kind, *weight.shape)
-        for name, (shape, dtype) in zip(_NAMES[kind], shapes, strict=True):
+        quantized.kind, quantized.is_dynamic = stored, stored != kind
+        quantized.dtype = weight.dtype
+        shapes = _shapes(stored, *weight.shape)
+        for name, (shape, dtype) in zip(_NAMES[stored], shapes, strict=True):
             empty = torch.empty(shape, dtype=dtype, device=weight.device)
             quantized.register_buffer(name, empty, persistent=False)
         if not weight.is_meta:
@@ -241,11 +254,11 @@ def frozen_linears(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _shapes(
-    kind: Quantization, num_rows: int, num_columns: int
+    kind: str, num_rows: int, num_columns: int
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Return shapes and dtypes of the buffers that replace a weight of these sizes."""
     if kind != "nf4":
-        return [((num_rows, num_columns), _ROWS[kind][0]), ((num_rows, 1), torch.bfloat16)]
+        return [((num_rows, num_columns), _ROWS[kind]), ((num_rows, 1), torch.bfloat16)]
     num_blocks = num_rows * num_columns // _NF4_BLOCK
     return [
         ((num_rows * num_columns // 2,), torch.uint8),
@@ -261,13 +274,14 @@ def _scales_per_factor(num_blocks: int) -> int:
     return next(size for size in range(_NF4_SCALES, 0, -1) if num_blocks % size == 0)
 
 
-def _quantized_rows(weight: Tensor, kind: Quantization) -> list[Tensor]:
+def _quantized_rows(weight: Tensor, kind: str) -> list[Tensor]:
     """Quantise a weight with a scale per row that bf16 can hold.
 
     Dequantising to bf16 then rounds only once.
     """
-    dtype, largest = _ROWS[kind]
-    scale = (weight.abs().amax(1, keepdim=True) / largest).clamp(min=_LEAST_SCALE).bfloat16()
+    dtype, largest = _ROWS[kind], low_bit.LARGEST_CODE[_ROWS[kind]]
+    scale = weight.abs().amax(1, keepdim=True) / largest
+    scale = scale.clamp(min=low_bit.LEAST_SCALE).bfloat16()
     scaled = weight / scale.float()
     if not dtype.is_floating_point:
         scaled.round_()

@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle, islice
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, checkpoint, create_selective_checkpoint_contexts
 
-from longtake.config import Quantization
 from longtake.parallel.ring import RING_ATTENTION
 from longtake.planner.activation_offload import ActivationOffload
 from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights
@@ -33,8 +32,8 @@ Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
 """A function that runs a block of the transformer: `call(block, *args)` stands for
 `block(*args)`."""
-QUANTIZED: tuple[Quantization, ...] = ("int8", "fp8", "nf4")
-"""Kinds of quantisation of frozen weights, most exact first."""
+QUANTIZED: tuple[Literal["int8", "fp8", "nf4"], ...] = ("int8", "fp8", "nf4")
+"""Kinds of quantisation of frozen weights that a plan may choose, most exact first."""
 
 
 _aten = torch.ops.aten

@@ -5,6 +5,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import psutil
@@ -33,6 +34,8 @@ class DeviceBudget:
     host_bandwidth: float = 31.5e9  # bytes per second to host memory, and the same back
     host_bytes: int = 64 * 2**30  # host memory for streamed weights and offloaded activations
     nccl_bytes: int = 0  # left to NCCL in addition to `reserve`
+    int8_rate: float = 2.0  # of products of int8 numbers, as a multiple of `bf16_flops`
+    fp8_rate: float = 2.0  # the same for fp8, with sums in fp32; 0: the GPU has none
 
     @property
     def link(self) -> float:
@@ -45,6 +48,9 @@ class DeviceBudget:
         return CUDA_ROUNDS_TO if self.target == "cuda" else 1
 
     def flops(self, dtype: torch.dtype) -> float:
+        rates = {torch.int8: self.int8_rate, torch.float8_e4m3fn: self.fp8_rate}
+        if dtype in rates:
+            return self.bf16_flops * rates[dtype]
         return self.bf16_flops if dtype.itemsize < 4 else self.fp32_flops
 
     def convolution_flops(self, dtype: torch.dtype) -> float:
@@ -98,10 +104,27 @@ def _gpu(
     gigabytes_per_second: float,
     mebibytes: int,
     host_bandwidth: float = _PCIE_4,
+    *,
+    int8_rate: float = 2.0,
+    fp8_rate: float = 2.0,
 ) -> DeviceBudget:
     flops = float(round(bf16_tflops * 1e12)), float(round(fp32_tflops * 1e12))
     sizes = float(round(gigabytes_per_second * 1e9)), mebibytes * _MIB
-    return DeviceBudget(name, "cuda", *flops, *sizes, host_bandwidth=host_bandwidth)
+    return DeviceBudget(
+        name,
+        "cuda",
+        *flops,
+        *sizes,
+        host_bandwidth=host_bandwidth,
+        int8_rate=int8_rate,
+        fp8_rate=fp8_rate,
+    )
+
+
+_ampere = partial(_gpu, fp8_rate=0.0)
+# GeForce GPUs sum bf16 products in fp32 at half the rate of their chips, and fp8 ones, too.
+_geforce_30 = partial(_gpu, int8_rate=4.0, fp8_rate=0.0)
+_geforce = partial(_gpu, int8_rate=4.0)
 
 
 # NVIDIA's data sheets and architecture whitepapers: dense bf16 with fp32 accumulation (half of what
@@ -113,9 +136,11 @@ def _gpu(
 # A800 and H800 are A100 and H100 with fewer links to other GPUs.
 # The link to the computer is PCIe 4.0 x16 (16 GT/s on 16 lanes with 128b/130b coding, PCI-SIG: 31.5
 # GB/s in each direction), or PCIe 5.0 x16, twice that, where `_PCIE_5` is named (the same sheets).
-# GH200 and GB200 have NVLink-C2C: 900 GB/s in both directions together.
+# GH200 and GB200 have NVLink-C2C: 900 GB/s in both directions together. Products in 8 bits run at
+# twice the rate of bf16 by the same sheets, but for GeForce, B300's int8, and Ampere, which has no
+# fp8.
 _ALL = (
-    _gpu("a6000", 154.8, 38.7, 768, 49140),
+    _ampere("a6000", 154.8, 38.7, 768, 49140),
     _gpu("h100", 989.4, 66.9, 3350, 81559, _PCIE_5),
     _gpu("h100-pcie", 756, 51.2, 2000, 81559, _PCIE_5),
     _gpu("h100-nvl", 835, 60, 3900, 95830, _PCIE_5),
@@ -126,33 +151,34 @@ _ALL = (
     _gpu("h200-nvl", 835, 60, 4800, 143771, _PCIE_5),
     _gpu("b200", 2250, 75, 7700, 183359, _PCIE_5),
     _gpu("gb200", 2500, 80, 8000, 189471, _NVLINK_C2C),
-    _gpu("b300", 2250, 75, 8000, 275040, _PCIE_5),
-    _gpu("a100-40gb", 312, 19.5, 1555, 40960),
-    _gpu("a100-80gb", 312, 19.5, 2039, 81920),
-    _gpu("a800", 312, 19.5, 2039, 81920),
-    _gpu("a10", 125, 31.2, 600, 23028),
+    _gpu("b300", 2250, 75, 8000, 275040, _PCIE_5, int8_rate=0.06),
+    _ampere("a100-40gb", 312, 19.5, 1555, 40960),
+    _ampere("a100-80gb", 312, 19.5, 2039, 81920),
+    _ampere("a800", 312, 19.5, 2039, 81920),
+    _ampere("a10", 125, 31.2, 600, 23028),
     _gpu("l4", 121, 30.3, 300, 23034),
     _gpu("l40s", 362.05, 91.6, 864, 46068),
     _gpu("l40", 181.05, 90.5, 864, 46068),
-    _gpu("a40", 149.7, 37.4, 696, 46068),
+    _ampere("a40", 149.7, 37.4, 696, 46068),
     _gpu("rtx-6000-ada", 364.2, 91.1, 960, 49140),
     _gpu("rtx-pro-6000", 503.8, 126, 1792, 97887, _PCIE_5),
-    _gpu("rtx3090", 71, 35.6, 936, 24576),
-    _gpu("rtx4090", 165.2, 82.6, 1008, 24564),
-    _gpu("rtx5090", 209.5, 104.8, 1792, 32607, _PCIE_5),
-    _gpu("rtx4080", 97.5, 48.7, 716.8, 16376),
-    _gpu("rtx4080-super", 104.4, 52.2, 736, 16376),
-    _gpu("rtx5080", 112.6, 56.3, 960, 16303, _PCIE_5),
-    _gpu("rtx5070-ti", 87.9, 43.9, 896, 16303, _PCIE_5),
-    _gpu("rtx4070-ti", 80.2, 40.1, 504, 12282),
-    _gpu("rtx4070", 58.3, 29.1, 504, 12282),
-    _gpu("rtx5070", 61.7, 30.9, 672, 12227, _PCIE_5),
-    _gpu("rtx3060", 25.5, 12.7, 360, 12288),
-    _gpu("rtx3080", 59.5, 29.8, 760, 10240),
-    _gpu("rtx3070", 40.6, 20.3, 448, 8192),
-    _gpu("rtx4060", 30.2, 15.1, 272, 8188, _PCIE_4_X8),
+    _geforce_30("rtx3090", 71, 35.6, 936, 24576),
+    _geforce("rtx4090", 165.2, 82.6, 1008, 24564),
+    _geforce("rtx5090", 209.5, 104.8, 1792, 32607, _PCIE_5),
+    _geforce("rtx4080", 97.5, 48.7, 716.8, 16376),
+    _geforce("rtx4080-super", 104.4, 52.2, 736, 16376),
+    _geforce("rtx5080", 112.6, 56.3, 960, 16303, _PCIE_5),
+    _geforce("rtx5070-ti", 87.9, 43.9, 896, 16303, _PCIE_5),
+    _geforce("rtx4070-ti", 80.2, 40.1, 504, 12282),
+    _geforce("rtx4070", 58.3, 29.1, 504, 12282),
+    _geforce("rtx5070", 61.7, 30.9, 672, 12227, _PCIE_5),
+    _geforce_30("rtx3060", 25.5, 12.7, 360, 12288),
+    _geforce_30("rtx3080", 59.5, 29.8, 760, 10240),
+    _geforce_30("rtx3070", 40.6, 20.3, 448, 8192),
+    _geforce("rtx4060", 30.2, 15.1, 272, 8188, _PCIE_4_X8),
 )
 DEVICES = {device.name: device for device in _ALL}
+_FIRST_WITH_FP8 = (8, 9)  # compute capability of Ada
 _FLOPS_PER_BYTE = 200
 """Assumed operations per byte of a GPU without a given bandwidth; known GPUs have 75 to 420."""
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
@@ -264,7 +290,10 @@ def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceB
     """Choose a device for a recipe that names none: this machine's GPU, a usual GPU, or the CPU."""
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        unknown = DeviceBudget("", "cuda", 150e12, 40e12, 8e11, None)
+        has_fp8 = (properties.major, properties.minor) >= _FIRST_WITH_FP8
+        unknown = DeviceBudget(
+            "", "cuda", 150e12, 40e12, 8e11, None, fp8_rate=2.0 if has_fp8 else 0.0
+        )
         speed = _of_label(properties.name) or unknown
         return replace(speed, name=properties.name, total_bytes=properties.total_memory)
     if training_device != "cuda":

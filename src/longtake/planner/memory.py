@@ -129,6 +129,7 @@ def outline_step(
     if recipe.training.precision != "auto" or device.target != "cuda":
         precision = numerics.choose_precision(recipe.training.precision, torch.device("cpu"))
     quantize_as_given(components, recipe, quantized)
+    _refuse_missing_products(recipe, device)
     pinned = pinned_beside_bytes(components, recipe, precision, device, num_shards)
     blocks = components.family.blocks(components.model)
     if recipe.model.stream == "all":
@@ -180,6 +181,15 @@ def quantize_as_given(
         kind = (quantized or {}).get(names[block]) if named == "auto" else named
         if kind is not None and kind != "none":
             quantize_linears(block, kind)
+
+
+def _refuse_missing_products(recipe: Recipe, device: DeviceBudget) -> None:
+    if recipe.model.quantize == "fp8_dynamic" and not device.fp8_rate:
+        raise PlanError(
+            f'model.quantize = "fp8_dynamic" multiplies in fp8, which {device.name} cannot: GPUs '
+            'from Ada and Hopper on can. Set it to "int8_dynamic", or to "fp8", which multiplies '
+            "in bf16."
+        )
 
 
 def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:

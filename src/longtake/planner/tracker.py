@@ -25,6 +25,7 @@ _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 _FORMULAS = {
     **flop_registry,  # knows formulas of CUDA's attention only
+    _aten._int_mm: flop_registry[_aten.mm],
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
         _aten._scaled_dot_product_flash_attention
     ],
