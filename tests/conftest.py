@@ -45,6 +45,8 @@ sys.dont_write_bytecode = False
 
 # Suggested commands are then `longtake ...`, however pytest was started.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+# Tests replace parts of the planner, which no cached plan would notice.
+os.environ["LONGTAKE_PLAN_CACHE"] = "off"
 
 _RESTARTS = "--max-restarts"
 _ROOT = Path(__file__).resolve().parents[1]

@@ -54,6 +54,7 @@ ENVIRONMENT = {
     "LONGTAKE_EVENT": "the alert, as JSON, for the command in `watch.hook`",
     "LONGTAKE_FEATURES": "extractor for the measure `FrechetDistance`: TorchScript file or class",
     "LONGTAKE_LAUNCH": "set by `longtake launch`: the launch on all of its nodes",
+    "LONGTAKE_PLAN_CACHE": "off: no plan is read from `~/.cache/longtake/plans` or kept there",
     "LONGTAKE_REAL_FEATURES": "features of real videos for `FrechetDistance`: a .npy file, [N, D]",
     "MASTER_ADDR": "set by the launcher: host of the rendezvous",
     "MASTER_PORT": "set by the launcher: port of the rendezvous",

@@ -20,7 +20,7 @@ from longtake.parallel import attention_rules
 from longtake.parallel.attention_rules import Kernel, KernelChoice
 from longtake.parallel.attention_trial import AttentionCase
 from longtake.parallel.mesh import World
-from longtake.planner import attention_check, plan
+from longtake.planner import attention_check, plan, plan_cache
 from longtake.planner.activation_checkpointing import POLICIES
 from longtake.planner.attention_check import AttentionAnswer
 from longtake.planner.devices import device_budget
@@ -255,11 +255,11 @@ def test_what_was_planned_is_kept(
     def again() -> int:
         subprocess.run(["rm", "-r", str(run.checkpoint_path(2))], check=True)
         asked.clear()
-        plan._code_checksum.cache_clear()
+        plan_cache.code_checksum.cache_clear()
         train(recipe, QUIET)
         return len(asked)
 
-    plan._code_checksum.cache_clear()
+    plan_cache.code_checksum.cache_clear()
     train(recipe, QUIET)
     made = not_none(newest_plan(events(recipe, "memory_planned")))
     assert [each.name for each in made.compared] == ["none", "all"]
@@ -273,7 +273,7 @@ def test_what_was_planned_is_kept(
     assert again() == 0
     source.write_text("changed = True")
     assert again() == 1
-    plan._code_checksum.cache_clear()
+    plan_cache.code_checksum.cache_clear()
 
 
 def test_the_kernel_of_attention_that_was_chosen_is_counted(

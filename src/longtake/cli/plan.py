@@ -90,7 +90,6 @@ def plan(
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.planner.cost import run_cost
-        from longtake.planner.forecast import forecast
         from longtake.planner.mesh import links_named, links_of
         from longtake.planner.report import make_report
 
@@ -103,12 +102,11 @@ def plan(
         planned = _choose_device(loaded, memory, device, host_memory, processes, per_node)
         links = links_named(link, planned) if link else links_of(planned)
         enter("running a training step on tensors without values")
-        known = forecast(loaded, planned, world_size=processes, per_node=per_node)
-        report = make_report(known, links)
+        report = make_report(loaded, planned, links, processes, per_node)
         if failures_per_day is not None:
             enter("working out what the whole run costs")
             cost = run_cost(
-                known,
+                report.known,
                 report.phases,
                 links,
                 failures_per_day=failures_per_day,

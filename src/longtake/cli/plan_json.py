@@ -28,8 +28,8 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "memory_gib": _gib(known.device.memory_bytes),
         "budget_gib": _gib(known.device.budget_bytes),
         "model": {
-            "parameters": known.num_parameters,
-            "trainable": known.num_trainable,
+            "parameters": step.num_parameters,
+            "trainable": step.num_trainable,
             "tokens": step.num_tokens,
         },
         "bucket": step.batch.bucket.model_dump(exclude_none=True),
@@ -91,6 +91,7 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
     best, row = known.best, known.best_policy
     if best is None or row is None:
         return None
+    assert best.overhead_with_another_gib is not None
     away, facts = known.static.elsewhere, _policy(row)
     del facts["name"], facts["peak_gib"]
     return {

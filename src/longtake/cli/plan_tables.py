@@ -112,7 +112,8 @@ def _parts(report: "PlanReport") -> Iterator[RenderableType]:
 
 
 def _describe_model(known: "Forecast") -> str:
-    step, total, trained = known.step, known.num_parameters, known.num_trainable
+    step = known.step
+    total, trained = step.num_parameters, step.num_trainable
     batch = f"micro-batches of {step.batch.micro_batch_size}"
     if step.batch.num_micro_batches > 1:
         batch += f", {step.batch.num_micro_batches} for an update"
@@ -244,6 +245,7 @@ def _shortage(report: "PlanReport") -> Iterator[str]:
 def _describe_best(known: "Forecast") -> str:
     best, row = known.best, known.best_policy
     assert best is not None
+    assert best.overhead_with_another_gib is not None
     assert row is not None
     counts = best.per_block()
     chosen = ", ".join(f"{count} {name}" for name, count in counts.items() if count)

@@ -10,6 +10,7 @@ from typing import Any
 
 from longtake.config import ModelSection
 from longtake.errors import ModelError
+from longtake.fsio import file_version
 from longtake.models.pretrained import _REPOSITORY_ID, PipelinePart, locate, read_config
 
 SHIPPED = {
@@ -106,7 +107,7 @@ def _index(where: str) -> dict[str, Any]:
     if _is_shipped(where):
         return {"_class_name": SHIPPED_PIPELINES[where]} if where in SHIPPED_PIPELINES else {}
     try:
-        folder = locate(where, ".", files="model_index.json")
+        folder = _root(where)
     except ModelError:  # the part itself will not be found either, and that error says more
         return {}
     files = (folder / name for name in ("model_index.json", "modular_model_index.json"))
@@ -114,6 +115,34 @@ def _index(where: str) -> dict[str, Any]:
 
 
 _repository_index = cache(_index)  # so that the hub is asked once
+
+
+def _root(where: str) -> Path:
+    """Return the local folder of a release, in which its pipeline's index is."""
+    is_here = Path(where).expanduser().is_dir()
+    return locate(where, ".", files="model_index.json") if is_here else _repository_root(where)
+
+
+@cache  # so that the hub is asked once
+def _repository_root(where: str) -> Path:
+    return locate(where, ".", files="model_index.json")
+
+
+def release_version(where: str) -> str | None:
+    """Return a text that changes with the files of a release; None if it cannot be found."""
+    if _is_shipped(where):
+        return "shipped"
+    try:
+        root = _root(where)
+    except ModelError:
+        return None
+    if not Path(where).expanduser().is_dir():
+        return root.resolve().name  # the commit of a repository
+    # Parts may be links to folders of another release, whose configurations then count.
+    parts = [part for part in root.iterdir() if part.is_dir()]
+    folders = {root, *parts, *(part.resolve().parent for part in parts)}
+    files = sorted({file for folder in folders for file in folder.iterdir()})
+    return str([(str(file), file_version(file.resolve())) for file in files])
 
 
 def copy_part(section: ModelSection, name: str, folder: Path) -> None:

@@ -205,10 +205,9 @@ def run_cost(
     if known.chosen is None:
         return None
     step, recipe = known.step, known.step.recipe
-    trained = [p for p in step.components.model.parameters() if p.requires_grad]
     of_rank = known.static.optimizer.device + known.static.optimizer.host + known.static.ema
     # Each rank saves its shard of optimizer and EMA, and weights are saved once.
-    save_bytes = sum(p.nbytes for p in trained) + of_rank * step.num_shards
+    save_bytes = step.trainable_bytes + of_rank * step.num_shards
     if restart_seconds is None:
         restart_seconds = RESTART_SECONDS + step.num_copies * save_bytes / storage
     saving = FailureModel(
@@ -318,7 +317,7 @@ def clip_seconds(
         alone = recipe.data.model_copy(update={"buckets": (shape,), "stages": ()})
         own = recipe.model_copy(update={"data": alone})
         step = memory.outline_step(own, device, num_ranks)
-        options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
+        options = options_of(policy, step.block_names, step.base_weights)
         seconds = step.tracer.trace(options).seconds
         traced.append(seconds * num_ranks / step.batch.micro_batch_size)
     # Exact at the traced buckets, of which there is one more than the degree.

@@ -20,7 +20,7 @@ from longtake.models.base import latent_shape
 from longtake.models.components import Components, Kinds, outline
 from longtake.models.conditioning import outline_conditioning
 from longtake.models.lora_files import read_lora
-from longtake.models.numerics import autocast, count_weights
+from longtake.models.numerics import autocast
 from longtake.models.trainable import lora_layers
 from longtake.planner import encoding, fake_tensors, memory, solver
 from longtake.planner.activation_checkpointing import options_of
@@ -62,12 +62,10 @@ class GradientFlow:
             )
 
 
-@dataclass(frozen=True)
-class Forecast:
-    """Everything that is predicted about a training step before it runs."""
+@dataclass(frozen=True, kw_only=True)
+class ForecastFacts:
+    """What traces of a training step show: its memory, time and gradients."""
 
-    device: DeviceBudget
-    step: memory.MetaStep
     static: StaticMemory
     gradients: GradientFlow
     traces: Mapping[str, StepTrace] = field(default_factory=dict)
@@ -77,19 +75,21 @@ class Forecast:
     best: solver.BestOptions | None = None  # fastest that fits; without a budget, all kept
     best_policy: PolicyForecast | None = None
 
+
+@dataclass(frozen=True, kw_only=True)
+class Forecast(ForecastFacts):
+    """Everything that is predicted about a training step before it runs."""
+
+    step: memory.MetaStep
+
+    @property
+    def device(self) -> DeviceBudget:
+        return self.step.device
+
     @property
     def precision(self) -> str:
         """Number type in which the model computes."""
         return "bf16" if self.step.recipe.model.dtype == "bf16" else self.step.precision
-
-    @property
-    def num_parameters(self) -> int:
-        return count_weights(self.step.components.model)
-
-    @property
-    def num_trainable(self) -> int:
-        model = self.step.components.model
-        return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
     @property
     def misses(self) -> bool:
@@ -119,7 +119,7 @@ class Forecast:
             return None
         name = self.least.name
         policy, _, weights = name.partition("+")
-        base: BlockWeights = "stream" if weights else self.step.tracer.subject.weights[0]
+        base: BlockWeights = "stream" if weights else self.step.base_weights
         options = options_of(policy, self.step.block_names, base)
         return options, self.traces[name]
 
@@ -145,7 +145,7 @@ class Forecast:
     def foreach_bytes(self) -> int:
         section = self.step.recipe.optimizer
         is_plain = section.kind == "adamw" and not section.offload
-        return memory.foreach_bytes(self.step.components.model) if is_plain else 0
+        return self.step.trainable_bytes if is_plain else 0  # as `memory.foreach_bytes`
 
 
 def forecast(
@@ -156,10 +156,12 @@ def forecast(
     per_node: int | None = None,
     quantized: Kinds | None = None,
     kernels: KernelChooser | None = None,
+    tries_more: bool = False,
 ) -> Forecast:
     """Trace a recipe's step under every recompute policy, find the best that fits, and find traps.
 
-    The arguments are those of `outline_step`; `kernels` chooses attention kernels.
+    The arguments are those of `outline_step` and `solver.find_best`; `kernels` chooses attention
+    kernels.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -167,7 +169,7 @@ def forecast(
     """
     step = memory.outline_step(recipe, device, world_size, per_node, quantized)
     gradients = check_gradients(step)
-    untraced = Forecast(device, step, memory.static_memory(step), gradients)
+    untraced = Forecast(step=step, static=memory.static_memory(step), gradients=gradients)
     if gradients.fatal:  # torch may fail in such a step
         return untraced
     if kernels is not None:
@@ -185,7 +187,7 @@ def forecast(
         ) from error
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
-    best = _find_best(step, sweep)
+    best = _find_best(step, sweep, tries_more=tries_more)
     # Nothing fits: show the least that streaming makes possible, too.
     if best is None and step.tracer.subject.weights[:2] == ("keep", "stream"):
         least = options_of("all", step.block_names, "stream")
@@ -298,14 +300,17 @@ def policy_traps(step: memory.MetaStep, traces: Mapping[str, StepTrace]) -> list
     return [*idle_recompute(no_gradient, saved), *traps]
 
 
-def _find_best(step: memory.MetaStep, sweep: solver.PolicySweep) -> solver.BestOptions | None:
+def _find_best(
+    step: memory.MetaStep, sweep: solver.PolicySweep, *, tries_more: bool
+) -> solver.BestOptions | None:
     if step.device.budget_bytes is None:
         return solver.find_best(step.tracer, sweep, None)
     static = memory.static_memory(step, sweep.traces["none"].input_bytes)
     # The solver sees forward and backward pass only, so its budget is what the rest leaves.
     beside = static.resident - static.elsewhere
     budget = step.device.budget_bytes - beside
-    return solver.find_best(step.tracer, sweep, budget, static.update_bytes - beside)
+    update = static.update_bytes - beside
+    return solver.find_best(step.tracer, sweep, budget, update, tries_more=tries_more)
 
 
 @dataclass(frozen=True)
@@ -526,9 +531,10 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
     Raises:
         ModelError, RecipeError: as `read_lora`, which training calls before its first step.
     """
-    parts, file = step.components, step.recipe.trainable.init_from
+    file = step.recipe.trainable.init_from
     if file is None:
         return None
+    parts = step.components
     layers = read_lora(file, parts.model, parts.family, step.recipe.model.expert)
     rank = max(layer.rank for layer in layers.values())
     return StoredStart(len(layers), len(list(lora_layers(parts.model))), rank)
@@ -547,7 +553,7 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
     components = outline(step.recipe)
     memory.quantize_as_given(components, step.recipe)
     blocks = components.family.blocks(components.model)
-    base = step.tracer.subject.weights[0]
+    base = step.base_weights
     held = [base if options is None else options[name].weights for name in step.block_names]
     mode = fake_tensors.CachedFakeMode(allow_non_fake_inputs=True)
     traces: dict[str, InferenceTrace] = {}

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,18 +45,46 @@ _GATHERED_BLOCKS = 3  # copies of blocks that FSDP2 holds at a time: see `_elsew
 
 
 @dataclass(frozen=True)
-class MetaStep:
-    """Training step of a recipe's largest micro-batch, ready to be traced on meta tensors."""
+class StepFacts:
+    """Sizes of a recipe's training step that are known once its model is outlined."""
 
-    recipe: Recipe
-    components: Components  # on the meta device
-    tracer: Tracer
     precision: numerics.Precision
     batch: StageBatch  # micro-batch with the most tokens of all stages; if it fits, all others do
     stages: tuple[StageBatch, ...]  # largest micro-batch of each stage
     world_size: int  # processes of the launch
     per_node: int  # processes of one node
-    encoding_bytes: int = 0  # activations of encoders that run ahead (`training.encode_ahead`)
+    block_names: tuple[str, ...]  # in running order
+    base_weights: BlockWeights  # treatment of frozen weights under named recompute policies
+    host_room: int  # bytes of host memory that streamed weights and offloaded activations may take
+    num_parameters: int
+    num_trainable: int
+    trainable_bytes: int
+    encoding_bytes: int  # activations of encoders that run ahead (`training.encode_ahead`)
+
+
+Outlined = tuple[Components, Tracer]
+"""The parts of a training step on the meta device, and the tracer that runs it."""
+
+
+@dataclass(frozen=True)
+class MetaStep(StepFacts):
+    """Training step of a recipe's largest micro-batch, ready to be traced on meta tensors.
+
+    Of a plan that is read from the cache, the model is outlined when it is first asked for.
+    """
+
+    recipe: Recipe
+    device: DeviceBudget
+    find_outlined: Callable[[], Outlined] = field(compare=False, repr=False)
+
+    @property
+    def components(self) -> Components:
+        """The model, codec and text encoder, on the meta device."""
+        return self.find_outlined()[0]
+
+    @property
+    def tracer(self) -> Tracer:
+        return self.find_outlined()[1]
 
     @property
     def num_tokens(self) -> int:
@@ -74,19 +103,6 @@ class MetaStep:
     @property
     def num_copies(self) -> int:
         return self.world_size // self.num_shards
-
-    @property
-    def device(self) -> DeviceBudget:
-        return self.tracer.device
-
-    @property
-    def host_room(self) -> int:
-        """Bytes of host memory that streamed weights and offloaded activations may take."""
-        return self.tracer.subject.host_bytes or 0
-
-    @property
-    def block_names(self) -> tuple[str, ...]:
-        return tuple(self.tracer.subject.blocks)
 
     @property
     def gathers_in_bf16(self) -> bool:
@@ -121,19 +137,15 @@ def outline_step(
     components = _outline_model(recipe, num_shards, per_node)
     lengths = bucket_tokens(recipe, components)
     stages = recipe.data.curriculum()
-    batches = [largest_batch(recipe, stage, lengths, data_size) for stage in stages]
+    batches = tuple(largest_batch(recipe, stage, lengths, data_size) for stage in stages)
     # Of micro-batches with equal tokens, the one with the longest clips: attention is quadratic.
     largest = max(batches, key=lambda batch: (batch.num_tokens, lengths[batch.bucket]))
-    # Every GPU that can be planned for supports bf16.
-    precision: numerics.Precision = "bf16"
-    if recipe.training.precision != "auto" or device.target != "cuda":
-        precision = numerics.choose_precision(recipe.training.precision, torch.device("cpu"))
+    precision = _planned_precision(recipe, device)
     quantize_as_given(components, recipe, quantized)
     _refuse_missing_products(recipe, device)
     pinned = pinned_beside_bytes(components, recipe, precision, device, num_shards)
     blocks = components.family.blocks(components.model)
-    if recipe.model.stream == "all":
-        _refuse_missing_host_memory(blocks, device.host_bytes - pinned)
+    _refuse_missing_host_memory(recipe, blocks, device.host_bytes - pinned)
     # Weights are streamed and activations offloaded on a GPU that holds a whole model.
     is_whole = num_shards == 1 and device.target == "cuda"
     subject = replace(
@@ -145,14 +157,51 @@ def outline_step(
         offloads=is_whole,
         host_bytes=max(0, device.host_bytes - pinned),
     )
-    tracer = Tracer(subject, device)
-    step = MetaStep(
-        recipe, components, tracer, precision, largest, tuple(batches), world_size, per_node
+    is_ahead = recipe.training.encode_ahead is True and device.target == "cuda"
+    ahead = ahead_bytes(recipe, components, largest, device) if is_ahead else None
+    outlined = components, Tracer(subject, device)
+    return MetaStep(
+        precision=precision,
+        batch=largest,
+        stages=batches,
+        world_size=world_size,
+        per_node=per_node,
+        encoding_bytes=ahead or 0,
+        recipe=recipe,
+        device=device,
+        find_outlined=lambda: outlined,
+        **_sizes(subject),
     )
-    if device.target == "cuda" and recipe.training.encode_ahead is True:
-        ahead = ahead_bytes(recipe, components, largest, device) or 0
-        return replace(step, encoding_bytes=ahead)
-    return step
+
+
+def _sizes(subject: Subject) -> dict[str, Any]:
+    """Return the fields of `StepFacts` that describe the model."""
+    trained = [each for each in subject.model.parameters() if each.requires_grad]
+    return {
+        "block_names": tuple(subject.blocks),
+        "base_weights": subject.weights[0],
+        "host_room": subject.host_bytes or 0,
+        "num_parameters": numerics.count_weights(subject.model),
+        "num_trainable": sum(each.numel() for each in trained),
+        "trainable_bytes": sum(each.nbytes for each in trained),
+    }
+
+
+def _planned_precision(recipe: Recipe, device: DeviceBudget) -> numerics.Precision:
+    wanted = recipe.training.precision
+    if wanted == "auto" and device.target == "cuda":
+        return "bf16"  # which every GPU that can be planned for supports
+    return numerics.choose_precision(wanted, torch.device("cpu"))
+
+
+def step_of_facts(facts: StepFacts, recipe: Recipe, device: DeviceBudget) -> MetaStep:
+    """Return the step of a recipe whose facts are known, to be outlined if something needs it."""
+
+    @cache
+    def outlined() -> Outlined:
+        return outline_step(recipe, device, facts.world_size, facts.per_node).find_outlined()
+
+    return MetaStep(**vars(facts), recipe=recipe, device=device, find_outlined=outlined)
 
 
 def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components:
@@ -192,9 +241,9 @@ def _refuse_missing_products(recipe: Recipe, device: DeviceBudget) -> None:
         )
 
 
-def _refuse_missing_host_memory(blocks: Sequence[nn.Module], room: int) -> None:
+def _refuse_missing_host_memory(recipe: Recipe, blocks: Sequence[nn.Module], room: int) -> None:
     needed = sum(map(streamed_bytes, blocks))
-    if needed > room:
+    if recipe.model.stream == "all" and needed > room:
         raise PlanError(
             f'model.stream = "all" keeps {format_size(needed)} of weights in host RAM, but a '
             f"process may take {format_size(max(0, room))} of it. Set recompute.host_memory to "

@@ -9,14 +9,12 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import partial
 from importlib import metadata
-from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter, ValidationError
 
-import longtake
 from longtake import config, fsio
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
@@ -25,7 +23,7 @@ from longtake.models.numerics import Precision
 from longtake.parallel import attention_rules
 from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner import attention_check
+from longtake.planner import attention_check, plan_cache
 from longtake.planner.activation_checkpointing import caller, options_of
 from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
@@ -123,9 +121,6 @@ def make_plan(
         answer = _try_to_plan(limited_recipe, world, quantized, kernels)
     if world.is_first and (answer is None or isinstance(answer, CannotBePlannedError)):
         answer = _try_to_plan(wanted, world, quantized, kernels)
-    if isinstance(answer, TrainingPlan) and kernels is not None and kernels.answer is not None:
-        notes = [*answer.notes, *kernels.answer.notes]
-        answer = replace(answer, attention=kernels.answer, notes=notes)
     # An error reaches every rank like this, so that none waits for another.
     answer = from_first(answer, world)
     if isinstance(answer, LongtakeError):
@@ -176,32 +171,63 @@ def _try_to_plan(
     attention_rules.CHOICES.clear()  # attention is traced as by kernels that can be tried
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
     device = _training_device(recipe, world)
+
+    def still_holds(plan: TrainingPlan) -> bool:
+        if kernels is None or plan.attention is None:
+            return kernels is None and plan.attention is None
+        kernels.choose(plan.attention.cases)
+        if kernels.answer != plan.attention:
+            attention_rules.CHOICES.clear()
+        return kernels.answer == plan.attention
+
     try:
-        if recipe.recompute.chosen() == "best":
-            known = forecast(
-                recipe,
-                device,
-                world_size=world.size,
-                per_node=per_node,
-                quantized=quantized,
-                kernels=kernels,
-            )
-            known.gradients.refuse_fatal()
-            if known.best is None:
-                raise does_not_fit(known)
-            return _plan(
-                known.step,
-                "best",
-                known.best.options,
-                known.gradients.traps,
-                known.best_policy,
-                known.best.traced,
-                known.policies,
-            )
-        step = outline_step(recipe, device, world.size, per_node, quantized)
-        return _named_plan(step, kernels)
+        return plan_cache.recalled(
+            "training",
+            plan_cache.facts_of(recipe, device, ranks=(world.size, per_node), quantized=quantized),
+            TypeAdapter(TrainingPlan),
+            partial(_find_plan, recipe, device, world.size, per_node, quantized, kernels),
+            still_holds,
+        )
     except LongtakeError as error:
         return error
+
+
+def _find_plan(
+    recipe: config.Recipe,
+    device: DeviceBudget,
+    world_size: int,
+    per_node: int,
+    quantized: Kinds | None,
+    kernels: attention_check.KernelChooser | None,
+) -> TrainingPlan:
+    """Make a memory plan by tracing the training step."""
+    if recipe.recompute.chosen() != "best":
+        step = outline_step(recipe, device, world_size, per_node, quantized)
+        plan = _named_plan(step, kernels)
+    else:
+        known = forecast(
+            recipe,
+            device,
+            world_size=world_size,
+            per_node=per_node,
+            quantized=quantized,
+            kernels=kernels,
+        )
+        known.gradients.refuse_fatal()
+        if known.best is None:
+            raise does_not_fit(known)
+        plan = _plan(
+            known.step,
+            "best",
+            known.best.options,
+            known.gradients.traps,
+            known.best_policy,
+            known.best.traced,
+            known.policies,
+        )
+    if kernels is None or kernels.answer is None:
+        return plan
+    return replace(plan, attention=kernels.answer, notes=[*plan.notes, *kernels.answer.notes])
 
 
 def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -> TrainingPlan:
@@ -210,7 +236,7 @@ def _named_plan(step: MetaStep, kernels: attention_check.KernelChooser | None) -
     Memory is predicted only if the policy recomputes or the memory has a limit.
     """
     policy = step.recipe.recompute.chosen()
-    options = options_of(policy, step.block_names, step.tracer.subject.weights[0])
+    options = options_of(policy, step.block_names, step.base_weights)
     try:
         gradients = check_gradients(step)
     except CannotBePlannedError as error:  # the model may train all the same
@@ -317,16 +343,6 @@ def _plan_key(
         # Other versions may save other tensors.
         "versions": {name: metadata.version(name) for name in _LIBRARIES},
         # Another version of the planner may plan otherwise.
-        "code": _code_checksum(),
+        "code": plan_cache.code_checksum(),
     }
     return hashlib.sha256(json.dumps(facts, default=str).encode()).hexdigest()
-
-
-@cache
-def _code_checksum() -> str:
-    """Return a checksum of longtake's own source files."""
-    folder = Path(longtake.__file__).parent
-    sources = hashlib.sha256()
-    for path in sorted(folder.rglob("*.py")):
-        sources.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return sources.hexdigest()

@@ -1,7 +1,9 @@
 """The report of `longtake plan`: forecasts of a step, of stages, sampling and the whole run."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+
+from pydantic import TypeAdapter
 
 from longtake.config import Recipe
 from longtake.data.checks import review_catalogs
@@ -9,22 +11,29 @@ from longtake.data.plan import Plan
 from longtake.data.stages import StagePosition
 from longtake.models.review import review_model
 from longtake.optim.update import learning_rate_factor, schedule_cycle
+from longtake.planner import plan_cache
 from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.cost import RunCost
+from longtake.planner.devices import DeviceBudget
 from longtake.planner.forecast import (
     EncodingAhead,
     Forecast,
+    ForecastFacts,
     PhaseForecast,
     StoredStart,
     Suggestion,
     encoding_ahead,
+    forecast,
     forecast_phases,
     short_memory,
     stored_start,
     suggest_changes,
 )
+from longtake.planner.memory import StepFacts, step_of_facts
 from longtake.planner.mesh import Links, MeshForecast, mesh_forecast
 from longtake.planner.plan import does_not_fit
+from longtake.run_dir import RunDirectory
+from longtake.sampling.presets import training_presets
 
 
 @dataclass(frozen=True)
@@ -43,21 +52,27 @@ class StageForecast:
 
 
 @dataclass(frozen=True)
-class PlanReport:
+class TracedFacts:
+    """What a report says beside the forecast of a step, and takes seconds to find out."""
+
+    phases: Sequence[PhaseForecast]  # caching, sampling, and encoders in a step
+    suggestions: Sequence[Suggestion]  # if nothing fits
+    mesh: MeshForecast | None  # None: a single process, or a step that cannot be traced
+    ahead: EncodingAhead | None  # None: no encoders work in a step
+    policy_problem: str | None  # reason for which training would refuse the recipe's policy
+    warnings: Sequence[str]  # of the model
+
+
+@dataclass(frozen=True)
+class PlanReport(TracedFacts):
     """Everything that `longtake plan` tells a user about a recipe before training."""
 
     known: Forecast
-    phases: Sequence[PhaseForecast]  # caching, sampling, and encoders in a step
-    suggestions: Sequence[Suggestion]  # if nothing fits
     stages: Sequence[StageForecast]
     start: StoredStart | None  # None: `trainable.init_from` is unset
-    mesh: MeshForecast | None  # None: a single process, or a step that cannot be traced
-    ahead: EncodingAhead | None  # None: no encoders work in a step
     named_policy: str | None  # of the recipe; None: the plan chooses
-    policy_problem: str | None  # reason for which training would refuse that policy
     data_warnings: Sequence[str]
     refusal: str | None  # reason for which training would refuse the data
-    warnings: Sequence[str]  # of the model
     cost: RunCost | None = None  # of the whole run, if requested
 
     @property
@@ -82,18 +97,81 @@ class PlanReport:
         return int(known.misses or self.policy_problem is not None or bool(known.gradients.fatal))
 
 
-def make_report(known: Forecast, links: Links) -> PlanReport:
-    """Complete the forecast of a step with encoding, sampling, stages, ranks and data.
+@dataclass(frozen=True)
+class _Record:
+    """The parts of a report that are kept in the user's cache."""
+
+    step: StepFacts
+    forecast: ForecastFacts
+    traced: TracedFacts
+
+
+def make_report(
+    recipe: Recipe,
+    device: DeviceBudget,
+    links: Links,
+    world_size: int = 1,
+    per_node: int | None = None,
+) -> PlanReport:
+    """Forecast a recipe's training steps, encoding, sampling, stages, ranks and data.
+
+    The arguments are those of `forecast`, and the links between ranks. What needs traces is read
+    from the user's cache if an equal recipe was planned before.
 
     Raises:
-        ModelError, RecipeError: `trainable.init_from` is of another model.
+        RecipeError: the recipe's parts do not fit together.
+        PlanError: the model cannot run on tensors without values.
+        ModelError: `trainable.init_from` is of another model.
     """
-    step, recipe = known.step, known.step.recipe
-    options = None if known.chosen is None else known.chosen[0]
-    phases = forecast_phases(step, options)
-    start = stored_start(step)
-    suggestions = suggest_changes(known) if known.misses else []
+
+    def find() -> _Record:
+        known = forecast(recipe, device, world_size=world_size, per_node=per_node, tries_more=True)
+        return _Record(known.step, known, _trace_more(known, links))
+
+    found = plan_cache.recalled(
+        "report", _facts(recipe, device, links, world_size, per_node), _RECORD, find
+    )
+    known = found.forecast
+    if not isinstance(known, Forecast):  # it was read from the cache
+        step = step_of_facts(found.step, recipe, device)
+        known = Forecast(**vars(known), step=step)
     data_plan, data_warnings, refusal = review_catalogs(recipe)
+    policy = recipe.recompute.policy
+    return PlanReport(
+        **vars(found.traced),
+        known=known,
+        stages=list(_stages(known, data_plan)),
+        start=stored_start(known.step),
+        named_policy=policy if policy not in ("auto", "best") else None,
+        data_warnings=data_warnings,
+        refusal=refusal,
+    )
+
+
+_RECORD = TypeAdapter(_Record)
+
+
+def _facts(
+    recipe: Recipe, device: DeviceBudget, links: Links, world_size: int, per_node: int | None
+) -> plan_cache.Facts | None:
+    """Return everything on which `_Record` depends; None: it must not be kept."""
+    # Of another run's transformer, which may have changed since, nothing is kept.
+    if recipe.sampling.other_expert is not None:
+        return None
+    presets = [
+        vars(preset)
+        | {"prompts": len(preset.prompts), "seeds": len(preset.seeds)}
+        | {"settings": preset.settings.model_dump(exclude={"negative_prompt", "fps"})}
+        | {"conditioning": sorted(preset.conditioning)}
+        for preset in training_presets(recipe, RunDirectory(recipe.out))
+    ]
+    ranks = world_size, per_node, asdict(links)
+    return plan_cache.facts_of(recipe, device, ranks=ranks, presets=presets)
+
+
+def _trace_more(known: Forecast, links: Links) -> TracedFacts:
+    step, recipe = known.step, known.step.recipe
+    phases = forecast_phases(step, None if known.chosen is None else known.chosen[0])
     policy, chosen = recipe.recompute.policy, recipe.recompute.chosen()
     is_named = policy not in ("auto", "best")
     is_short = is_named and known.best is not None and known.policy(policy).fits is False
@@ -103,18 +181,12 @@ def make_report(known: Forecast, links: Links) -> PlanReport:
         is_chosen = chosen != "best" and not known.misses
         row = known.policy(chosen) if is_chosen else known.best_policy
         ahead = encoding_ahead(step, row)
-    return PlanReport(
-        known=known,
+    return TracedFacts(
         phases=phases,
-        suggestions=suggestions,
-        stages=list(_stages(known, data_plan)),
-        start=start,
+        suggestions=suggest_changes(known) if known.misses else [],
         mesh=mesh_forecast(known, links),
         ahead=ahead,
-        named_policy=policy if is_named else None,
         policy_problem=str(does_not_fit(known)) if is_short else None,
-        data_warnings=data_warnings,
-        refusal=refusal,
         warnings=review_model(step.components, recipe),
     )
 

@@ -8,8 +8,7 @@ mixture. The idea is that of Checkmate (Jain et al., 2020) and torch's `sac_milp
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -364,13 +363,7 @@ class BestOptions:
     predicted_bytes: int  # peak of both passes, composed of the costs of blocks
     traced: StepTrace
     overhead: float  # time of a step over that without recompute, minus 1
-    find_overhead_with_more: Callable[[int], float] = field(compare=False, repr=False)
-    """Finds the overhead of the fastest options with so many bytes more; it takes a second."""
-
-    @cached_property
-    def overhead_with_another_gib(self) -> float:
-        # The solver may be a little off the optimum, but more memory never costs time.
-        return min(self.find_overhead_with_more(_GIB), self.overhead)
+    overhead_with_another_gib: float | None = None  # None: nobody has asked for it
 
     def per_block(self) -> dict[str, int]:
         """Count the blocks that use each option; unused treatments of activations count 0."""
@@ -417,7 +410,12 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
 
 
 def find_best(
-    tracer: Tracer, sweep: PolicySweep, budget_bytes: int | None, update_bytes: int = 0
+    tracer: Tracer,
+    sweep: PolicySweep,
+    budget_bytes: int | None,
+    update_bytes: int = 0,
+    *,
+    tries_more: bool = False,
 ) -> BestOptions | None:
     """Find the fastest options of blocks whose traced peak is within a budget; None if none fit.
 
@@ -428,12 +426,13 @@ def find_best(
         sweep: traces that `sweep_policies` made with this tracer.
         budget_bytes: limit for the forward and backward pass.
         update_bytes: bytes that the optimizer's update takes, with all weights on the device.
+        tries_more: true to find the overhead with another GiB, too, which may take a second.
     """
     names, kept = tuple(tracer.subject.blocks), sweep.traces["none"]
     base = tracer.subject.weights[0]
     if budget_bytes is None:
         unchanged = options_of("none", names, base)
-        return BestOptions(unchanged, kept.peak_bytes, kept, 0.0, lambda _: 0.0)
+        return BestOptions(unchanged, kept.peak_bytes, kept, 0.0, 0.0)
     costs = replace(sweep.costs, least_peak=max(sweep.costs.least_peak, update_bytes))
     whole_bytes = update_bytes - sweep.weight_bytes  # bytes of an update beside the weights
     fitting: list[tuple[Options, StepTrace]] = [
@@ -449,17 +448,13 @@ def find_best(
         return None
     options, traced = min(fitting, key=lambda each: each[1].seconds)
 
-    def overhead_with_more(num_bytes: int) -> float:
-        best = fastest(costs, budget_bytes + num_bytes, tracer.subject.host_bytes) or options
-        return costs.predicted_seconds(best) / kept.seconds - 1
-
-    return BestOptions(
-        options=options,
-        predicted_bytes=int(costs.peak_bytes(options)),
-        traced=traced,
-        overhead=sweep.overhead(traced),
-        find_overhead_with_more=overhead_with_more,
-    )
+    overhead, with_another_gib = sweep.overhead(traced), None
+    if tries_more:
+        more = fastest(costs, budget_bytes + _GIB, tracer.subject.host_bytes) or options
+        # The solver may be a little off the optimum, but more memory never costs time.
+        with_another_gib = min(costs.predicted_seconds(more) / kept.seconds - 1, overhead)
+    predicted = int(costs.peak_bytes(options))
+    return BestOptions(options, predicted, traced, overhead, with_another_gib)
 
 
 def _solved(
