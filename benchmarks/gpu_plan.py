@@ -1,8 +1,9 @@
 """Predicted and measured memory and time on a CUDA GPU.
 
-    python benchmarks/gpu_plan.py [--budget 44.5] [--only kernels small large]
+    python benchmarks/gpu_plan.py [--budget 44.5] [--only rates kernels small large]
 
-Three parts, each predicted without weights or values and then run:
+Four parts. The first one is `longtake plan --calibrate`, whose rates the others' predictions go by;
+these are each predicted without weights or values and then run:
 
 - kernels: memory and time of attention, norms and matrix products
 - small: FLUX Kontext and Wan with a few narrow blocks, under every recompute policy and the best
@@ -29,6 +30,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -43,6 +45,7 @@ from longtake.config import Recipe
 from longtake.models.objective import flow_losses
 from longtake.optim.build import build_optimizers
 from longtake.planner.activation_checkpointing import POLICIES, BlockCall, caller, options_of
+from longtake.planner.calibration import calibrate
 from longtake.planner.devices import DeviceBudget, device_for, rounded
 from longtake.planner.memory import MetaStep, foreach_bytes, optimizer_bytes, outline_step
 from longtake.planner.profiler import MeasuredMemory, measured
@@ -55,7 +58,7 @@ _EXAMPLES = Path(__file__).parents[1] / "examples"
 _GIB = 2**30
 _SHARE_OF_MEMORY = 0.93
 _LARGE = "flux_kontext_lora_48gb.toml"
-_SECTIONS = ("kernels", "small", "large")
+_SECTIONS = ("rates", "kernels", "small", "large")
 _NOTHING = """# Predicted against measured on a GPU
 
 `python benchmarks/gpu_plan.py`
@@ -103,7 +106,8 @@ def main() -> None:
         "# Predicted against measured on a GPU",
         "",
         f"`python benchmarks/gpu_plan.py`, {torch.cuda.get_device_name()}, torch "
-        f"{torch.__version__}; predicted by the data sheet of {gpu.name}. Memory is that of "
+        f"{torch.__version__}; predicted by rates that this GPU reached, for which longtake knows "
+        f"the data sheet of {gpu.name}. Memory is that of "
         "tensors, beside weights, in GiB; times are those of forward and backward pass.",
         "",
     ]
@@ -124,6 +128,13 @@ def main() -> None:
 def _part(part: str, budget_bytes: int) -> Iterator[str]:
     """The lines of a part, as they come."""
     gpu, device = device_for("cuda"), torch.device("cuda")
+    if part == "rates":
+        rates = calibrate(torch.device("cuda", 0))
+        yield from ("| rate | reached |", "|---|---|")
+        for name, rate in asdict(rates).items():
+            if name != "measured_at":
+                yield f"| {name} | {rate / 1e12:.4g} x 10^12 a second |"
+        yield ""
     if part == "kernels":
         yield from _kernels(gpu, device)
     if part == "small":

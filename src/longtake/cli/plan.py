@@ -78,6 +78,14 @@ def plan(
             help="Rate at which all ranks together write to the run's disk, or read from it.",
         ),
     ] = 5.0,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Measure this machine's GPU first, for ten seconds; later plans and trainings "
+            "on it use the result, too.",
+        ),
+    ] = False,
     changes: say.Changes = None,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
@@ -93,6 +101,9 @@ def plan(
         from longtake.planner.mesh import links_named, links_of
         from longtake.planner.report import make_report
 
+        if calibrate:
+            enter("measuring the GPU for ten seconds")
+            _calibrate()
         # Imports are not part of the time that is reported.
         begun = time.perf_counter()
         # As changes of the recipe, these options are checked like its keys.
@@ -121,6 +132,20 @@ def plan(
         print_plan(say.stdout_console(), str(recipe), report, seconds)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
+
+
+def _calibrate() -> None:
+    import torch
+
+    from longtake.errors import PlanError
+    from longtake.planner.calibration import calibrate
+
+    if not torch.cuda.is_available():
+        raise PlanError(
+            "There is no CUDA GPU here to measure: leave out --calibrate, and the plan goes by the "
+            "data sheet of the GPU that the recipe or --device names."
+        )
+    calibrate(torch.device("cuda", 0))
 
 
 def _load(path: Path, changes: Sequence[str], trust: bool) -> "Recipe":

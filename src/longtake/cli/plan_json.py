@@ -25,6 +25,7 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
     reached, unreached = known.gradients.reached, known.gradients.unreached
     facts = {
         "device": known.device.name,
+        "rates_measured_at": known.device.measured_at,
         "memory_gib": _gib(known.device.memory_bytes),
         "budget_gib": _gib(known.device.budget_bytes),
         "model": {

@@ -14,6 +14,7 @@ from longtake.formatting import (
     format_duration,
     format_short_duration,
     format_size,
+    format_time,
 )
 from longtake.planner.record import blocks_by_option
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
@@ -52,7 +53,7 @@ _LINKS = {"node": "a node's links", "network": "the network"}
 _LEGEND = (
     "forward: when the backward pass begins. peak: the most in forward and backward pass of the "
     "first step. with optimizer: the most in any later step, with all that stays in memory. time: "
-    "how much longer a step takes than without recompute, predicted from the device's data sheet."
+    "how much longer a step takes than without recompute, predicted from the device's rates."
 )
 
 
@@ -261,6 +262,13 @@ def _describe_best(known: "Forecast") -> str:
         # Less would be printed as 0.0 points.
         is_much = more >= 0.05 and row.peak_bytes > _MUCH_MORE_THAN_A_GIB
         text += f"; the next GiB would take {more:.1f} points off." if is_much else "."
+    if known.device.measured_at is not None:
+        seconds = best.traced.seconds * known.step.batch.num_micro_batches
+        when = format_time(known.device.measured_at, with_date=True)
+        text += (
+            f" By the rates that this GPU reached on {when} (--calibrate), forward and backward "
+            f"passes of a step take {format_short_duration(seconds)}."
+        )
     return text
 
 

@@ -20,7 +20,7 @@ from longtake.config import Quantization
 from longtake.errors import RecipeError
 from longtake.models.quantized import frozen_linears, quantize_linears
 from longtake.models.streamed import NUM_BUFFERS, look_up_weights, streamed_bytes
-from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, rounded
+from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.record import BlockWeights
 
 Floats = NDArray[np.float64]
@@ -63,7 +63,7 @@ def _block_costs(
     kept = sum(_quantized_bytes(name, weight.shape, weight.dtype, granule) for weight in weights)
     largest = max((weight.nbytes for weight in weights), default=0)
     moved = kept + 2 * sum(weight.nbytes for weight in weights)  # read, written, scaled in place
-    return whole - kept, 0, largest, moved / (device.bandwidth * SHARE_OF_BANDWIDTH)
+    return whole - kept, 0, largest, moved / device.reached_bandwidth
 
 
 def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:

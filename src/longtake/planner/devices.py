@@ -14,6 +14,7 @@ from torch.backends import cudnn
 
 from longtake import config, errors
 from longtake.formatting import nearest
+from longtake.planner.calibration import MeasuredRates, kept_rates
 
 Target = Literal["cuda", "cpu"]
 """Type of device ("cuda" or "cpu") whose kernels a plan predicts."""
@@ -36,11 +37,35 @@ class DeviceBudget:
     nccl_bytes: int = 0  # left to NCCL in addition to `reserve`
     int8_rate: float = 2.0  # of products of int8 numbers, as a multiple of `bf16_flops`
     fp8_rate: float = 2.0  # the same for fp8, with sums in fp32; 0: the GPU has none
+    # Shares of these figures that kernels reach: usual ones of large transformers, or measured.
+    share_of_products: float = 0.7
+    share_of_attention: float = 0.5
+    share_of_bandwidth: float = 0.8
+    share_of_link: float = 0.8  # (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)
+    measured_at: str | None = None  # UTC; None: the shares are usual ones
 
     @property
     def link(self) -> float:
         """Bytes per second that large copies between pinned host memory and the device reach."""
-        return self.host_bandwidth * _SHARE_OF_HOST_BANDWIDTH
+        return self.host_bandwidth * self.share_of_link
+
+    @property
+    def reached_bandwidth(self) -> float:
+        """Bytes per second that kernels read and write in the device's memory."""
+        return self.bandwidth * self.share_of_bandwidth
+
+    def with_rates(self, rates: MeasuredRates) -> "DeviceBudget":
+        """Return this device with the rates that it was measured to reach."""
+        share = rates.bf16_products / self.bf16_flops
+        return replace(
+            self,
+            fp32_flops=rates.fp32_products / share,
+            share_of_products=share,
+            share_of_attention=rates.attention / self.bf16_flops,
+            share_of_bandwidth=rates.memory / self.bandwidth,
+            share_of_link=rates.host / self.host_bandwidth,
+            measured_at=rates.measured_at,
+        )
 
     @property
     def granule(self) -> int:
@@ -77,13 +102,7 @@ class DeviceBudget:
 CUDA_ROUNDS_TO = 512
 """Multiple of bytes to which CUDA's caching allocator rounds sizes."""
 
-SHARE_OF_BANDWIDTH = 0.8
-"""Share of the memory bandwidth in a data sheet that kernels reach."""
-
 _MIB = 2**20
-_SHARE_OF_HOST_BANDWIDTH = 0.8
-"""Share of PCIe's rate that large copies of pinned memory reach; headers and flow control take the
-rest (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)."""
 SHARE_OF_HOST_MEMORY = 0.6
 """Share of host memory that may be pinned; the rest is for loaders, caches and the system."""
 _USUAL_BYTES = 24 * 2**30
@@ -264,7 +283,7 @@ def device_budget(
     section = recipe.recompute
     memory = None if section.memory is None else config.memory_bytes(section.memory)
     if section.device is not None:
-        device = device_named(section.device)
+        device = _with_kept_rates(device_named(section.device))
     else:
         device = device_for(target or recipe.training.device, memory)
     target = target or device.target
@@ -286,6 +305,16 @@ def device_budget(
     )
 
 
+def _with_kept_rates(device: DeviceBudget) -> DeviceBudget:
+    """Return a named device with its measured rates, if it is this machine's GPU and has some."""
+    if not torch.cuda.is_available():
+        return device
+    here = torch.device("cuda", 0)
+    is_here = _of_label(torch.cuda.get_device_properties(here).name) is device
+    rates = kept_rates(here) if is_here else None
+    return device if rates is None else device.with_rates(rates)
+
+
 def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
     """Choose a device for a recipe that names none: this machine's GPU, a usual GPU, or the CPU."""
     if training_device != "cpu" and torch.cuda.is_available():
@@ -295,7 +324,9 @@ def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceB
             "", "cuda", 150e12, 40e12, 8e11, None, fp8_rate=2.0 if has_fp8 else 0.0
         )
         speed = _of_label(properties.name) or unknown
-        return replace(speed, name=properties.name, total_bytes=properties.total_memory)
+        found = replace(speed, name=properties.name, total_bytes=properties.total_memory)
+        rates = kept_rates(torch.device("cuda", 0))
+        return found if rates is None else found.with_rates(rates)
     if training_device != "cuda":
         return CPU
     by_size = sorted(DEVICES.values(), key=lambda device: device.total_bytes or 0)

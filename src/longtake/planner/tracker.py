@@ -12,15 +12,12 @@ from torch.utils.flop_counter import flop_registry
 
 from longtake.planner import kernels
 from longtake.planner.block_weights import Floats, buffer_bytes
-from longtake.planner.devices import SHARE_OF_BANDWIDTH, DeviceBudget, rounded
+from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.fake_tensors import sent_bytes
 
 # An operation takes as long as its arithmetic or its memory traffic, whichever is longer: a
-# roofline (Williams, Waterman and Patterson, 2009). Real kernels reach a share of the data sheet's
-# figures; these shares are usual for large transformers. Only ratios of such times are shown.
-_SHARE_OF_FLOPS = 0.7
-_SHARE_OF_FLOPS_IN_ATTENTION = 0.5
-
+# roofline (Williams, Waterman and Patterson, 2009), with the shares of a data sheet's figures that
+# `DeviceBudget` has.
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 _FORMULAS = {
@@ -207,11 +204,11 @@ def seconds(
     packet = operation.overloadpacket if hasattr(operation, "overloadpacket") else operation
     touched = [tensor for value in (*args, *kwargs.values()) for tensor in tensors(value)]
     moved = sum(tensor.numel() * tensor.itemsize for tensor in (*touched, *tensors(result)))
-    traffic = moved / (device.bandwidth * SHARE_OF_BANDWIDTH)
+    traffic = moved / device.reached_bandwidth
     formula = _FORMULAS.get(packet)
     if formula is None:
         return traffic
-    share = _SHARE_OF_FLOPS_IN_ATTENTION if _is_attention(packet) else _SHARE_OF_FLOPS
+    share = device.share_of_attention if _is_attention(packet) else device.share_of_products
     count = formula(*args, **kwargs, out_val=result)
     is_convolution = "convolution" in str(packet)
     rate = (device.convolution_flops if is_convolution else device.flops)(touched[0].dtype)
