@@ -4,6 +4,7 @@ import math
 import os
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -307,12 +308,13 @@ def device_budget(
 
 def _with_kept_rates(device: DeviceBudget) -> DeviceBudget:
     """Return a named device with its measured rates, if it is this machine's GPU and has some."""
-    if not torch.cuda.is_available():
-        return device
-    here = torch.device("cuda", 0)
-    is_here = _of_label(torch.cuda.get_device_properties(here).name) is device
-    rates = kept_rates(here) if is_here else None
-    return device if rates is None else device.with_rates(rates)
+    # A plan for a named device needs no GPU, and none that works (torch raises either error).
+    with suppress(RuntimeError, AssertionError):
+        here = torch.device("cuda", 0)
+        if _of_label(torch.cuda.get_device_properties(here).name) is device:
+            rates = kept_rates(here)
+            return device if rates is None else device.with_rates(rates)
+    return device
 
 
 def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceBudget:
