@@ -15,6 +15,8 @@ from longtake.models.codec import (
     PatchedImageCodec,
     PixelCodec,
     build_codec,
+    keep_tile,
+    kept_tile,
     outline_codec,
     use_channels_last,
 )
@@ -354,3 +356,26 @@ def test_a_saved_codec_encodes_alike_and_a_pretrained_one_is_not_copied(
     assert torch.equal(loaded.encode(_videos()), expected)
     loaded.save(tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
+
+
+def test_tiles_are_named_or_those_that_the_run_has_kept(tmp_path: Path) -> None:
+    section = _section("video")
+    assert (kept_tile(section, None), kept_tile(section, tmp_path)) == (0, 0)
+    keep_tile(8, tmp_path)
+    assert kept_tile(section, tmp_path) == 8
+    torch.manual_seed(0)
+    tiled = build_codec(section, _PARTS["video"], tmp_path)
+    torch.testing.assert_close(tiled.encode(_videos()), _codec().encode(_videos()))
+    assert tiled.encode_tile == 8
+    named = section.model_copy(update={"encode_tile": 0})
+    assert kept_tile(named, tmp_path) == 0
+    keep_tile(0, tmp_path)
+    assert kept_tile(section, tmp_path) == 0
+
+
+def test_tiles_are_refused_where_there_are_none() -> None:
+    images = _section("image").model_copy(update={"encode_tile": 64})
+    with pytest.raises(RecipeError, match="encode_tile is 64, but an AutoencoderKL is encoded"):
+        build_codec(images, _PARTS["image"])
+    with pytest.raises(RecipeError, match="encode_tile is set, but it would not be used"):
+        build_codec(CodecSection(encode_tile=64), _PARTS["video"])

@@ -1,15 +1,32 @@
-"""Memory of encoders that work one micro-batch ahead, and the plans that let them."""
+"""Memory of encoders: in tiles that fit, and one micro-batch ahead of the model."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tests.build import TINY_WAN, not_none
 
-from longtake.config import Recipe
-from longtake.planner.devices import CPU
+from longtake import config
+from longtake.config import Bucket, CodecSection, Recipe
+from longtake.models.base import family
+from longtake.models.codec import build_codec, outline_codec
+from longtake.planner.devices import CPU, DEVICES, DeviceBudget
+from longtake.planner.encoding import (
+    TILES,
+    clip_trace,
+    encode_clip,
+    make_encoders_fake,
+    with_tile,
+    with_tile_ahead,
+)
+from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.forecast import Forecast, encoding_ahead, forecast, forecast_phases
 from longtake.planner.memory import outline_step
+from longtake.planner.profiler import measured
+from longtake.planner.trace import InferenceTrace
 
 _WAN = (*TINY_WAN, "data.buckets=[{num_frames=13, height=64, width=64}]")
 
@@ -53,3 +70,88 @@ def test_encoders_work_ahead_where_there_is_room(small_recipe: Callable[..., Rec
     on_cpu = outline_step(found["true"], CPU)
     assert encoding_ahead(on_cpu, None) is None
     assert on_cpu.encoding_bytes == 0
+
+
+_GIB = 2**30
+_H100 = DEVICES["h100"]
+_HUNYUAN = "hunyuan_video15", Bucket(num_frames=121, height=480, width=848)
+_WAN_480 = "wan", Bucket(num_frames=81, height=480, width=832)
+_WAN_720 = "wan", Bucket(num_frames=81, height=720, width=1280)
+
+
+def _traced(
+    name: str, bucket: Bucket, tile: int, device: DeviceBudget = _H100, **codec: Any
+) -> InferenceTrace:
+    section = CodecSection(kind="autoencoder", encode_tile=tile, **codec)
+    outlined = outline_codec(section, family(name).frozen.codec)
+    mode = CachedFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        make_encoders_fake(outlined, SimpleNamespace(modules=list))
+        return clip_trace(mode, outlined, bucket, encode_clip, device)
+
+
+@pytest.mark.parametrize(
+    ("of", "tile", "gib"),
+    [(_HUNYUAN, TILES[0], 15.0), (_HUNYUAN, 512, 12.0), (_WAN_480, 256, 2.6), (_WAN_720, 512, 5.2)],
+)
+def test_released_autoencoders_encode_in_little_memory(
+    of: tuple[str, Bucket], tile: int, gib: float
+) -> None:
+    """In fp32, weights included; as a whole these clips take 146, 6 and 14 GiB."""
+    assert _traced(*of, tile).peak_bytes <= gib * _GIB
+
+
+def _recipe(name: str, bucket: Bucket, *changes: str) -> Recipe:
+    values = {
+        "out": "run",
+        "data": {"catalog": "c", "buckets": [bucket], "cache": "cache", "windows": 1},
+        "model": {"family": name},
+        "codec": {"kind": "autoencoder"},
+        "text": {"kind": "transformers"},
+        "training": {"steps": 1, "global_batch_size": 1},
+    }
+    return config.changed(Recipe.model_validate(values), changes)
+
+
+def test_the_largest_tile_that_fits_is_chosen() -> None:
+    """None where a clip fits as a whole, or where memory has no limit; else one that only fits."""
+    short = "wan", Bucket(num_frames=5, height=720, width=1280)  # memory is that of a chunk
+    recipe = _recipe(*short)
+
+    def chosen(memory_bytes: int | None, beside: int | None = None) -> int | str:
+        device = replace(_H100, memory_bytes=memory_bytes)
+        return with_tile(recipe, device, beside).codec.encode_tile
+
+    peaks = {tile: _traced(*short, tile) for tile in (0, 1024, 512)}
+    assert (chosen(None), chosen(peaks[0].peak_bytes)) == (0, 0)
+    assert (chosen(peaks[512].peak_bytes), chosen(peaks[1024].peak_bytes - 1)) == (512, 512)
+    beside = 30 * _GIB  # a model, which leaves as little
+    assert chosen(peaks[512].activation_bytes + beside, beside) == 512
+    assert chosen(_GIB // 2) == TILES[-1]
+    named = recipe.with_encode_tile(64)
+    assert with_tile(named, replace(_H100, memory_bytes=_GIB)) == named
+    ahead = with_tile_ahead(recipe, replace(_H100, memory_bytes=4 * peaks[512].activation_bytes))
+    assert ahead.codec.encode_tile == 512
+
+
+@pytest.mark.parametrize("name", ["wan", "hunyuan_video15"])
+def test_tiles_take_the_memory_that_is_predicted(name: str) -> None:
+    """Two blocks of the real width, on the CPU's allocator."""
+    sizes: dict[str, dict[str, Any]] = {
+        "wan": {"dim_mult": [1, 2], "temperal_downsample": [False], "num_res_blocks": 1},
+        "hunyuan_video15": {
+            "block_out_channels": (128, 256),
+            "layers_per_block": 1,
+            "spatial_compression_ratio": 2,
+            "temporal_compression_ratio": 1,
+        },
+    }
+    bucket = Bucket(num_frames=5, height=64, width=96)
+    section = CodecSection(kind="autoencoder", encode_tile=32, config=sizes[name])
+    expected = _traced(name, bucket, 32, config=sizes[name])
+    codec = build_codec(section, family(name).frozen.codec)
+    video = torch.zeros(1, 3, 5, 64, 96, dtype=torch.uint8)
+    with measured(torch.device("cpu")) as memory:
+        codec.encode(video)
+    predicted = expected.activation_bytes - video.nbytes
+    assert memory.peak_bytes == pytest.approx(predicted, rel=1e-3)

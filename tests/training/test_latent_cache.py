@@ -46,6 +46,7 @@ from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
+from longtake.models.codec import kept_tile
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import load_sampler
@@ -204,6 +205,32 @@ def test_videos_train_from_a_cache_as_from_pixels(
     train(cached, QUIET)
     _assert_same_run(plain, cached)
     assert audit(RunDirectory(cached.out)).ok
+
+
+def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
+    small_recipe: Recipes, shapes_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`auto`, chosen once: bitwise the same run, and a cache that was filled ahead is used."""
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: 8)
+    changes = (
+        *_VIDEOS, f"data.catalog={shapes_catalog}", "recompute.memory=1GiB", "training.steps=3",
+        "optimizer.schedule=constant",
+    )  # fmt: skip
+    begun = small_recipe.trained(*changes, "training.steps=2", name="plain")
+    assert kept_tile(begun.codec, RunDirectory(begun.out).components_path) == 8
+    # The run goes on as it began, whatever would be chosen now.
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: 0)
+    plain = small_recipe.trained(*changes, name="plain")
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: 8)
+    cached = small_recipe(*changes, _cache_of(tmp_path), name="cached")
+    cache_ahead(cached, QUIET)
+    ahead = _entries(cached)
+    train(cached, QUIET)
+    assert _entries(cached) == ahead
+    assert rows(plain, "step", "loss", "grad_norm") == rows(cached, "step", "loss", "grad_norm")
+    assert_saved_alike(plain, cached, 3)
+    whole = small_recipe(*changes, _cache_of(tmp_path), "codec.encode_tile=0", name="whole")
+    assert cache_ahead(whole, QUIET)["latents"]["present"] == 0
 
 
 def test_pictures_and_further_ones_train_from_a_cache_as_from_pixels(
@@ -742,6 +769,8 @@ def test_parts_that_a_run_makes_are_known_by_their_content(
         (["training.steps=99", "data.caption_dropout=0.7"], True, True),
         (["text.max_tokens=7"], True, False),
         (["codec.dtype=bf16"], False, True),
+        (["codec.encode_tile=0"], True, True),  # as clips were encoded before there were tiles
+        (["codec.encode_tile=16"], False, True),
         (["text.dtype=bf16"], True, True),  # as a pretrained one is anyway
         (["text.dtype=fp32"], True, False),
         (["text.quantize=int8"], True, False),

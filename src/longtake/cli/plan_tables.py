@@ -295,7 +295,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
     for phase in phases:
         sizes = [f"{size / _GIB:.2f}" for size in (phase.weight_bytes, phase.peak_bytes)]
         label, meaning = _PHASES[phase.name]
-        if phase.name == "model" and phase.how:
+        if phase.name in ("model", "encode") and phase.how:
             meaning += f", {phase.how}"
         table.add_row(label, *sizes, f"{phase.seconds:.2g} s", _FITS[phase.fits], meaning)
     yield ""
@@ -315,6 +315,14 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
             "[yellow]note[/yellow] Step times leave out the encoders in the step: about "
             f"{encoding.seconds:.1f} s more for this process's clips of one update. With "
             "data.cache they are not in the step."
+        )
+    if (encode := phases.get("encode")) is not None and encode.fits is False:
+        how = f" even {encode.how}" if encode.how else "; its codec has no tiles"
+        needed = format_size(encode.peak_bytes)
+        yield (
+            f"[red]No clip can be encoded[/red] in this memory{how}: {needed} are needed. Train "
+            'smaller clips, set codec.dtype = "bf16", or fill the cache on a larger GPU by '
+            "`longtake data cache`."
         )
     if (ahead := report.ahead) is not None:
         size = "an unknown amount" if ahead.num_bytes is None else format_size(ahead.num_bytes)

@@ -164,6 +164,10 @@ class CodecSection(Section):
     config: dict[str, Any] = Field(default_factory=dict)
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Data type of the autoencoder's weights and arithmetic; bf16 is faster and rounds latents."""
+    encode_tile: Annotated[int, Field(ge=0, le=2**16)] | Literal["auto"] = "auto"
+    """Most pixels of a tile, in a row and in a column, when clips are encoded tile by tile; 0
+    encodes them as a whole. `auto`: as a whole where the device has the memory for it, else in the
+    largest tiles that fit, and the run keeps its choice. Latents are the same up to rounding."""
 
 
 class PooledSection(Section):

@@ -65,6 +65,11 @@ class Recipe(Section):
         has_encoder = self.codec.kind != "pixels" or self.text.kind != "words"
         return has_encoder and self.data.cache is None
 
+    def with_encode_tile(self, tile: int) -> Self:
+        """Return a recipe that names the tiles in which clips are encoded; 0: as a whole."""
+        codec = self.codec.model_copy(update={"encode_tile": tile})
+        return self.model_copy(update={"codec": codec})
+
     @model_validator(mode="after")
     def _has_what_is_encoded_ahead(self) -> Self:
         if self.training.encode_ahead is True and not self.encodes_in_steps():

@@ -30,6 +30,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.retry_quarantined",
     # Memory and speed: the results differ by rounding at most.
     "model.stream",
+    "codec.encode_tile",
     "training.micro_batch_size",
     "training.device",
     "training.compile",

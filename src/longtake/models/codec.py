@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError, SamplingError
+from longtake.fsio import Count, read_record, write_json
 from longtake.models import deferred_init, numerics, pretrained, releases
+from longtake.models.tiled_encoding import can_tile, encode_tiles
 
 NO_PATCH = (1, 1, 1)
 """Patch (latent frames, rows, columns) of a transformer whose tokens are single latent pixels."""
@@ -22,6 +24,7 @@ _CHUNK = 4
 after its first frame. They drop a shorter rest silently, whatever their compression."""
 
 _FOLDER = "vae"  # of the autoencoder in a pipeline
+_TILE = "encode_tile.json"  # pixels of the tiles that a run chose, among its frozen parts
 _IMAGE_TILE = 512  # pixels; diffusers' default is the size of training images, such as 1024
 
 
@@ -36,6 +39,12 @@ class Codec(Protocol):
 
     chunk: int
     """Step of the clips' frame numbers: 1 + n * `chunk` frames; 1 allows any number."""
+
+    encode_tile: int
+    """Pixels of the tiles in which clips are encoded; 0: as a whole."""
+
+    can_tile: bool
+    """Whether `encode_tile` may be more than 0."""
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """Return the shape (F', H', W') of the latents of a clip.
@@ -76,6 +85,8 @@ class PixelCodec:
 
     channels = 3
     chunk = 1
+    encode_tile = 0
+    can_tile = False
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         return bucket.num_frames, bucket.height, bucket.width
@@ -102,6 +113,8 @@ class _Autoencoder:
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
         self._is_pretrained = is_pretrained
+        self.encode_tile = 0
+        self.can_tile = can_tile(autoencoder)
 
     def modules(self) -> list[nn.Module]:
         return [self.autoencoder]
@@ -120,6 +133,9 @@ class _Autoencoder:
     def _mode(self, pixels: Tensor) -> Tensor:
         """Encode pixels in [-1, 1] to the mode of the autoencoder's posterior, in fp32."""
         pixels = pixels.to(next(self.autoencoder.parameters()).dtype)
+        if self.encode_tile:
+            moments = encode_tiles(self.autoencoder, pixels, self.encode_tile)
+            return moments.chunk(2, dim=1)[0].float()
         encoded: Any = self.autoencoder.encode(pixels)  # type: ignore[operator]
         # Not a sample of the posterior: a clip's latents are then equal in every epoch and in a
         # cache.
@@ -437,8 +453,9 @@ def _build(
     section: CodecSection, part: pretrained.PipelinePart, made: Path | None, *, outlined: bool
 ) -> Codec:
     where, dtype = section.pretrained, numerics.DTYPES[section.dtype]
+    tile = kept_tile(section, made)
     if section.kind == "pixels":
-        unused = {"pretrained": where, "config": section.config}
+        unused = {"pretrained": where, "config": section.config, "encode_tile": tile}
         pretrained.refuse_unused("codec", unused, 'codec.kind is "pixels"')
         return PixelCodec()
     if where is not None:
@@ -465,7 +482,38 @@ def _build(
         with torch.device("meta" if outlined else "cpu"):
             autoencoder = pretrained.construct("codec.config", autoencoder_class, values)
     numerics.keep_weights_in(autoencoder, dtype)
-    return codec_class(autoencoder, where is not None)
+    codec: Codec = codec_class(autoencoder, where is not None)
+    if tile and not codec.can_tile:
+        raise RecipeError(
+            f"codec.encode_tile is {tile}, but an {part.class_name} is encoded as a whole only. "
+            'Leave codec.encode_tile out, or set it to "auto" or 0.'
+        )
+    codec.encode_tile = tile
+    return codec
+
+
+def kept_tile(section: CodecSection, made: Path | None) -> int:
+    """Return the pixels of the tiles in which a run encodes clips; 0: as a whole.
+
+    For `codec.encode_tile` = "auto" these are what the run chose when it began.
+
+    Args:
+        section: the recipe's codec section.
+        made: the folder of frozen parts that the run made when it began; None when it begins.
+    """
+    if section.encode_tile != "auto":
+        return section.encode_tile
+    kept = None if made is None else read_record(made / _TILE, dict[str, Count])
+    return (kept or {}).get("pixels", 0)
+
+
+def keep_tile(tile: int, made: Path) -> None:
+    """Save the tiles that a run chose for `codec.encode_tile` = "auto", for `kept_tile`."""
+    if not tile:  # as in runs from before there were tiles
+        (made / _TILE).unlink(missing_ok=True)
+        return
+    made.mkdir(parents=True, exist_ok=True)
+    write_json(made / _TILE, {"pixels": tile})
 
 
 def _per_channel(config: Any, name: str) -> Tensor:

@@ -1,6 +1,6 @@
 """Predicts memory and time of the codec and text encoders, alone and while the model trains."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +21,13 @@ _FEW_FRAMES, _CHUNK = 9, 4
 """Number of frames of a short clip that is traced through the codec, and of frames added for a
 longer one: autoencoders of videos work in chunks of 4 or 8 frames, so that memory and time grow
 linearly from there."""
+TILES = (4096, 1024, 768, 512, 384, 256, 192, 128)
+"""Pixels of the tiles from which the plan chooses, largest first. The first is a whole clip of any
+size that is trained here: an autoencoder then saves memory by its chunks of frames alone. Smaller
+tiles than the last mostly compute what they read around them, for little memory less."""
+_SHARE_AHEAD = 0.25
+"""Share of a plan's memory that encoding may take where `training.encode_ahead` = true has the plan
+make room for it; the more it takes, the more the model recomputes."""
 
 
 def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
@@ -29,7 +36,104 @@ def make_encoders_fake(codec: Codec, text: TextEncoder) -> None:
     It is called inside a fake mode.
     """
     for module in (*text.modules(), *codec.modules()):
-        make_fake(module.eval())
+        _make_encoder_fake(module)
+
+
+def _make_encoder_fake(module: nn.Module) -> None:
+    make_fake(module.eval())
+    for part in module.modules():
+        if hasattr(part, "prepare_causal_attention_mask"):
+            part.prepare_causal_attention_mask = _mask_without_values  # type: ignore[assignment]
+
+
+def _mask_without_values(
+    num_frames: int, per_frame: int, dtype: torch.dtype, device: torch.device, batch_size: int = 1
+) -> Tensor:
+    """Return the mask of HunyuanVideo 1.5's autoencoder, which diffusers fills row by row."""
+    length = num_frames * per_frame
+    mask = torch.empty(length, length, dtype=dtype, device=device)
+    return mask.expand(batch_size, -1, -1)
+
+
+def with_tile(recipe: Recipe, device: DeviceBudget, beside: int | None = None) -> Recipe:
+    """Return a recipe with a number in place of `codec.encode_tile` = "auto".
+
+    It is 0 if clips fit the device's memory as a whole, or if the memory has no limit; else it is
+    the largest of `TILES` that fits, or the smallest if none does.
+
+    Args:
+        recipe: any recipe; one that names its tiles is returned unchanged.
+        device: device on which clips are encoded.
+        beside: bytes that are taken besides the activations of encoding; None: the codec's weights,
+            as it encodes alone.
+    """
+    if recipe.codec.encode_tile != "auto":
+        return recipe
+    tile = 0
+    if recipe.codec.kind != "pixels" and device.budget_bytes is not None:
+        tile = _largest_that_fits(recipe, device, device.budget_bytes, beside)
+    return recipe.with_encode_tile(tile)
+
+
+def describe_tile(tile: int) -> str:
+    """Say how clips are encoded in tiles of so many pixels; "" for clips as a whole."""
+    if not tile:
+        return ""
+    return "in chunks of frames" if tile >= TILES[0] else f"in tiles of {tile} pixels"
+
+
+def with_tile_ahead(recipe: Recipe, device: DeviceBudget) -> Recipe:
+    """Return `with_tile` for encoders that work while the model trains, which makes room for them.
+
+    How much is for the plan to say, which needs to know first what encoding takes: a fixed share.
+    """
+    return with_tile(recipe, device, round((1 - _SHARE_AHEAD) * (device.budget_bytes or 0)))
+
+
+def _largest_that_fits(
+    recipe: Recipe, device: DeviceBudget, budget: int, beside: int | None
+) -> int:
+    chosen = family(recipe.model.family)
+    codec = outline_codec(recipe.codec, chosen.frozen.codec)
+    if not codec.can_tile:
+        return 0
+    shapes = list(_most_demanding(chosen, recipe))
+    largest = max(max(shape.height, shape.width) for shape in shapes)
+    mode = CachedFakeMode(allow_non_fake_inputs=True)
+    with mode:
+        for module in codec.modules():
+            _make_encoder_fake(module)
+
+        def fits(tile: int) -> bool:
+            codec.encode_tile = tile
+            traces = [clip_trace(mode, codec, shape, encode_clip, device) for shape in shapes]
+            return all(
+                each.activation_bytes + (each.weight_bytes if beside is None else beside) <= budget
+                for each in traces
+            )
+
+        if fits(0):
+            return 0
+        # Halved again and again: a larger tile takes more memory, and each trace takes a second.
+        tiles = [TILES[0], *(tile for tile in TILES[1:] if tile < largest)]
+        first, last = 0, len(tiles) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if fits(tiles[middle]):
+                last = middle
+            else:
+                first = middle + 1
+    return tiles[first]
+
+
+def _most_demanding(chosen: Family, recipe: Recipe) -> Iterator[Bucket]:
+    """Yield the encoded shapes with the largest pictures and the most pixels, which may be one."""
+    shapes = [encoded_bucket(chosen, recipe, shape) for shape in recipe.data.shapes()]
+    widest = max(shapes, key=lambda shape: (shape.height * shape.width, shape.num_frames))
+    yield widest
+    longest = max(shapes, key=lambda shape: shape.num_pixels)
+    if longest.num_pixels > widest.num_pixels:
+        yield longest
 
 
 def encoder_runs(
@@ -111,6 +215,8 @@ def ahead_bytes(
     caption, as these are encoded one by one. None if an encoder needs tensors' values, and so
     cannot be traced.
     """
+    if recipe.training.encode_ahead is True:
+        recipe = with_tile_ahead(recipe, device)
     bucket, chosen = batch.bucket, family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real
     text = outline_text(text_section(recipe), chosen)

@@ -461,6 +461,19 @@ class EncodingAhead:
     is_chosen: bool
 
 
+def with_tile(step: memory.MetaStep, static: StaticMemory | None) -> memory.MetaStep:
+    """Return a step whose recipe says in which tiles clips are encoded: see `encoding.with_tile`.
+
+    `static` is the memory under the chosen policy; None if the step cannot be traced.
+    """
+    if step.encoding_bytes:
+        return replace(step, recipe=encoding.with_tile_ahead(step.recipe, step.device))
+    beside = None
+    if step.recipe.encodes_in_steps():
+        beside = memory.beside_encoding(step, static or memory.static_memory(step))
+    return replace(step, recipe=encoding.with_tile(step.recipe, step.device, beside))
+
+
 def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> EncodingAhead | None:
     """Decide `training.encode_ahead` = "auto" by the GPU memory that a recompute policy leaves.
 
@@ -570,6 +583,9 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
         for name, run in runs.items():
             with suppress(RuntimeError):
                 traces[name] = run()
+        if "encode" in traces:
+            how = encoding.describe_tile(codec.encode_tile)
+            traces["encode"] = replace(traces["encode"], how=how)
     with suppress(RuntimeError):
         traces["model"] = _model_alone(mode, step, components, held)
     with blocks_with(held, blocks, mode) as streamed, mode:
@@ -641,11 +657,7 @@ def _encoding_in_step(
     encoders = [traces[name] for name in ("text", "encode") if name in traces]
     if not encoders:
         return None
-    static = memory.static_memory(step, weight_bytes=weight_bytes)
-    there = static.weights + static.resident - static.encoding
-    # Gradients of earlier micro-batches stay while the next one is encoded.
-    if step.is_accumulating:
-        there += static.gradients
+    there = memory.beside_encoding(step, memory.static_memory(step, weight_bytes=weight_bytes))
     more = max(work.activation_bytes for work in encoders)
     # Ranks that share the tokens of a clip also share out the clips that are encoded.
     mine = -(-step.batch.micro_batch_size // step.recipe.parallel.context)

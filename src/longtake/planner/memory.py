@@ -525,6 +525,15 @@ def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
     return min(2, parameter.itemsize) if step.gathers_in_bf16 else parameter.itemsize
 
 
+def beside_encoding(step: MetaStep, static: StaticMemory) -> int:
+    """Return the bytes that are taken while encoders work in line with the model's steps.
+
+    They are weights, states and averages, and the gradients of earlier micro-batches.
+    """
+    there = static.weights + static.resident - static.encoding
+    return there + static.gradients if step.is_accumulating else there
+
+
 def _elsewhere_bytes(step: MetaStep) -> int:
     """Return the bytes of weights that are on other ranks only, for a model sharded by FSDP2.
 

@@ -18,12 +18,13 @@ from pydantic import TypeAdapter, ValidationError
 from longtake import config, fsio
 from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
 from longtake.formatting import format_size
+from longtake.models.codec import kept_tile
 from longtake.models.components import Components, Kinds, read_kinds
 from longtake.models.numerics import Precision
 from longtake.parallel import attention_rules
-from longtake.parallel.collectives import from_first, gather_objects
+from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World
-from longtake.planner import attention_check, plan_cache
+from longtake.planner import attention_check, encoding, plan_cache
 from longtake.planner.activation_checkpointing import caller, options_of
 from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
@@ -33,6 +34,7 @@ from longtake.planner.forecast import (
     forecast,
     policy_traps,
     suggest_changes,
+    with_tile,
 )
 from longtake.planner.memory import MetaStep, outline_step, policy_forecast, static_memory
 from longtake.planner.record import KEEP, MemoryPlan, Options, PolicyForecast
@@ -87,6 +89,8 @@ def plan_for_training(
     kept = from_first(kept, world)
     if kept is not None:
         return _with_its_kernels(kept)
+    if run.exists():  # and goes on to encode as when it began
+        recipe = recipe.with_encode_tile(kept_tile(recipe.codec, run.components_path))
     # Blocks of an existing run stay as they were quantised when it began.
     quantized = read_kinds(run.components_path) if recipe.model.quantize == "auto" else None
     return make_plan(recipe, precision, world, free_bytes, quantized)
@@ -271,8 +275,13 @@ def _plan(
     trace: StepTrace | None = None,
     compared: Sequence[PolicyForecast] = (),
 ) -> TrainingPlan:
-    ahead = encoding_ahead(step, memory)
     fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
+    wanted, step = step.recipe.codec.encode_tile, with_tile(step, fixed)
+    ahead = encoding_ahead(step, memory)
+    tile = kept_tile(step.recipe.codec, None)
+    if tile and wanted == "auto":
+        how = encoding.describe_tile(tile)
+        notes = [*notes, f"Clips are encoded {how}: there is no memory for whole ones."]
     return TrainingPlan(
         policy=policy,
         options=options,
@@ -282,6 +291,7 @@ def _plan(
         notes=[str(note) for note in notes],
         budget_bytes=None if trace is None else step.device.budget_bytes,
         encodes_ahead=ahead is not None and ahead.is_chosen,
+        encode_tile=tile,
         compared=tuple(compared),
         fixed=fixed,
     )
@@ -306,6 +316,27 @@ def does_not_fit(known: Forecast) -> PlanError:
     )
     suggestions = [f"  {suggestion}" for suggestion in suggest_changes(known)]
     return PlanError("\n".join([f"{text} Or:" if suggestions else text, *suggestions]))
+
+
+def tile_to_fill(recipe: config.Recipe, world: World, *, elsewhere: bool = False) -> int:
+    """Return the tiles in which a cache is filled before its run exists: see `kept_tile`.
+
+    All ranks must call it. They are those that the run would choose on the same devices.
+
+    Args:
+        recipe: recipe with a cache.
+        world: all ranks that fill the cache.
+        elsewhere: a cluster's workers encode, of whose devices only the recipe is known here.
+    """
+    free = free_memory(recipe, world)
+    device = device_budget(recipe) if elsewhere else _training_device(recipe, world)
+    if free is not None:
+        device = replace(device, memory_bytes=free)
+    found: list[int] = []
+    first_does(
+        lambda: found.append(kept_tile(encoding.with_tile(recipe, device).codec, None)), world
+    )
+    return from_first(found[0] if found else 0, world)
 
 
 def keep_plan(

@@ -157,6 +157,7 @@ class MemoryPlan:
     notes: Sequence[_Note]  # traps that cost memory or time
     budget_bytes: fsio.Count | None = None  # limit for all tensors on the device; None: no limit
     encodes_ahead: bool = False  # as `training.encode_ahead` was decided
+    encode_tile: fsio.Count = 0  # as `codec.encode_tile` was decided; pixels
     compared: Sequence[PolicyForecast] = ()  # policies from which one was chosen
     fixed: StaticMemory | None = None  # memory under every policy, by part
 

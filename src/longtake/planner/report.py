@@ -28,8 +28,9 @@ from longtake.planner.forecast import (
     short_memory,
     stored_start,
     suggest_changes,
+    with_tile,
 )
-from longtake.planner.memory import StepFacts, step_of_facts
+from longtake.planner.memory import StepFacts, static_memory, step_of_facts
 from longtake.planner.mesh import Links, MeshForecast, mesh_forecast
 from longtake.planner.plan import does_not_fit
 from longtake.run_dir import RunDirectory
@@ -170,8 +171,12 @@ def _facts(
 
 
 def _trace_more(known: Forecast, links: Links) -> TracedFacts:
-    step, recipe = known.step, known.step.recipe
-    phases = forecast_phases(step, None if known.chosen is None else known.chosen[0])
+    options, fixed = None, None
+    if known.chosen is not None:
+        options, trace = known.chosen
+        fixed = static_memory(known.step, trace.input_bytes, trace.weight_bytes)
+    step = with_tile(known.step, fixed)
+    recipe, phases = step.recipe, forecast_phases(step, options)
     policy, chosen = recipe.recompute.policy, recipe.recompute.chosen()
     is_named = policy not in ("auto", "best")
     is_short = is_named and known.best is not None and known.policy(policy).fits is False

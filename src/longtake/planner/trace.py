@@ -95,7 +95,7 @@ class InferenceTrace:
     seconds: float
     how: str = ""
     """How the modules run: for `sampling`, presets and videos at a time; for `model`, "weights
-    streamed"."""
+    streamed"; for `encode`, its tiles."""
 
     @property
     def activation_bytes(self) -> int:

@@ -16,6 +16,7 @@ from longtake.config import Bucket, Quantization, Recipe
 from longtake.data.loader import Loader
 from longtake.formatting import escape
 from longtake.models import pretrained
+from longtake.models.codec import keep_tile
 from longtake.models.components import (
     Components,
     Kinds,
@@ -32,7 +33,7 @@ from longtake.optim.update import Averages
 from longtake.parallel import attention_rules, collectives, context_parallel, equality, fsdp, mesh
 from longtake.planner import activation_checkpointing
 from longtake.planner.plan import run_blocks
-from longtake.planner.record import KEEP, Options
+from longtake.planner.record import KEEP, MemoryPlan, Options
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
 from longtake.training.inputs import InputQueue
@@ -50,20 +51,21 @@ def build_components(
     loader: Loader,
     watcher: runtime.NodeWatcher,
     source: Source,
-    options: Options,
+    plan: MemoryPlan,
 ) -> Components:
     """Build model, codec and text encoder, and create the run directory; all ranks must call it.
 
     Rank 0 also creates the parts that are not pretrained. With a latent cache, the cache is filled
-    first, and codec and text encoder are then on the meta device. `options` is the memory plan's,
-    which decides the quantisation of each block where model.quantize = "auto".
+    first, and codec and text encoder are then on the meta device. The memory plan decides the
+    quantisation of each block where model.quantize = "auto", and the tiles in which clips are
+    encoded where codec.encode_tile = "auto".
 
     Raises:
         RunError: another node has other files of the model than rank 0's.
     """
-    quantized = quantized_by(options)
+    quantized = quantized_by(plan.options)
     if session.recipe.data.cache is not None:
-        return _build_with_cache(session, loader, watcher, source, quantized)
+        return _build_with_cache(session, loader, watcher, source, plan)
     recipe, run, world = session.recipe, session.run, session.world
     captions = latent_cache.captions_of(loader)
     made: list[Components] = []
@@ -75,11 +77,12 @@ def build_components(
             return
         with pretrained.local_copies():
             beside = _parents_parts(session)
-            parts = assemble(recipe, captions, beside, weights=source, quantized=quantized)
+            new = recipe.with_encode_tile(plan.encode_tile)  # not the one that the parent kept
+            parts = assemble(new, captions, beside, weights=source, quantized=quantized)
         # Before the run directory, so that a run which exists has all of its parts.
         parts.codec.save(run.components_path)
         parts.text.save(run.components_path)
-        _create(session, quantized)
+        _create(session, plan)
         made.append(parts)
 
     collectives.first_does(open_run, world)
@@ -96,9 +99,11 @@ def quantized_by(options: Options) -> Kinds:
     return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
 
 
-def _create(session: Session, quantized: Kinds) -> None:
+def _create(session: Session, plan: MemoryPlan) -> None:
     if session.recipe.model.quantize == "auto":
-        keep_kinds(quantized, session.run.components_path)
+        keep_kinds(quantized_by(plan.options), session.run.components_path)
+    if session.recipe.codec.encode_tile == "auto":
+        keep_tile(plan.encode_tile, session.run.components_path)
     session.run.create(session.recipe, session.parent)
 
 
@@ -107,7 +112,7 @@ def _build_with_cache(
     loader: Loader,
     watcher: runtime.NodeWatcher,
     source: Source,
-    quantized: Kinds,
+    plan: MemoryPlan,
 ) -> Components:
     recipe, run, world, console = session.recipe, session.run, session.world, session.console
     captions = latent_cache.captions_of(loader)
@@ -116,7 +121,7 @@ def _build_with_cache(
         if not run.exists():
             outline(recipe)  # errors before the run exists
             latent_cache.make_parts(recipe, captions, run.components_path, _parents_parts(session))
-            _create(session, quantized)
+            _create(session, plan)
 
     collectives.first_does(open_run, world)
     # The run exists now, and filling the cache may take hours.

@@ -36,7 +36,7 @@ from longtake.data.loader import Loader
 from longtake.data.tasks import ALL_CORES, Work
 from longtake.data.training_captions import all_captions
 from longtake.models.base import family
-from longtake.models.codec import build_codec
+from longtake.models.codec import build_codec, keep_tile, kept_tile
 from longtake.models.components import assemble, outline, text_section
 from longtake.models.conditioning import encoded_together
 from longtake.models.pretrained import PipelinePart, locate
@@ -44,6 +44,7 @@ from longtake.models.releases import find_part, has_part
 from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text, outline_text
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
+from longtake.planner.plan import tile_to_fill
 from longtake.run_dir import RunDirectory
 
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
@@ -90,7 +91,8 @@ def cache_ahead(
             first_does(lambda: run.claim(recipe), world)
             parts: AbstractContextManager[Path] = nullcontext(run.components_path)
         else:
-            parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), world)
+            tile = tile_to_fill(recipe, world, elsewhere=work.on is not None)
+            parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), tile, world)
         with parts as made:
             cache, report = fill_cache(recipe, loader, made, world, console, work, part)
         return {"cache": str(cache.folder), **report.facts()}
@@ -109,7 +111,9 @@ def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
 
 
 @contextmanager
-def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) -> Iterator[Path]:
+def _made_parts(
+    recipe: Recipe, cache: Path, captions: list[str], tile: int, world: World
+) -> Iterator[Path]:
     """Create a new codec and text encoder in a folder that all ranks see, deleted at the end."""
     made = cache / "aside" / f"parts-{from_first(secrets.token_hex(8), world)}"
 
@@ -117,6 +121,7 @@ def _made_parts(recipe: Recipe, cache: Path, captions: list[str], world: World) 
         outline(recipe)  # raises errors of the recipe before there is a folder
         make_folder(cache)
         make_parts(recipe, captions, made)
+        keep_tile(tile, made)
 
     first_does(make, world)
     try:
@@ -360,7 +365,9 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
         part = find_part(section.pretrained, part)
         folders = [locate(section.pretrained, part.folder) / part.folder]
     # The dtype is a part of it, since it changes the last bits of latents.
-    facts = [_PIXELS, section.kind, part.class_name, section.dtype]
+    facts: list[object] = [_PIXELS, section.kind, part.class_name, section.dtype]
+    # So do tiles; without them nothing is added, so that older caches stay valid.
+    facts += [["tiles", tile]] if (tile := kept_tile(section, made)) else []
     return _fingerprint(recipe, facts, folders)
 
 

@@ -274,7 +274,7 @@ def _build_parts(
     """
     recipe, resumed = session.recipe, point.path is not None or session.parent is not None
     source = source_of(recipe, resumed=resumed, is_sharded=session.world.is_sharded)
-    parts = build.build_components(session, loader, launch.watcher, source, plan.options)
+    parts = build.build_components(session, loader, launch.watcher, source, plan)
     launch.watcher.start()
     warnings += review_model(parts, recipe, has_parent=session.parent is not None)
     if point.path is None and (file := recipe.trainable.init_from) is not None:
