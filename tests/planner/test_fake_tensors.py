@@ -136,3 +136,15 @@ def _of(tensor: Tensor, given: Sequence[Tensor]) -> tuple[Any, ...]:
         [each is tensor for each in given],
         [each.untyped_storage()._cdata == storage._cdata for each in given],
     )
+
+
+def test_a_remembered_result_is_what_torch_makes() -> None:
+    with CachedFakeMode() as mode:
+        given = torch.empty(4, 6, dtype=torch.bfloat16)
+        made, remembered = (given.t() @ given for _ in range(2))
+    assert {**vars(remembered)} == {**vars(made)}
+    assert remembered.fake_mode is mode  # type: ignore[attr-defined]
+    keys = [str(torch._C._dispatch_keys(each)) for each in (made, remembered)]
+    assert keys[0] == keys[1]
+    with pytest.raises(RuntimeError):
+        remembered.data_ptr()

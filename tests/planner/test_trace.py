@@ -323,3 +323,14 @@ def test_attentions_backward_pass_takes_five_products() -> None:
         *(query, query, query, query, query, rows, none, none, 1000, 1000, 0.0, False, none, none),
     )
     assert backward == pytest.approx(2.5 * forward)
+
+
+def test_seconds_of_a_product_follow_all_shapes() -> None:
+    """Its operations are counted once for equal shapes, and anew for others."""
+    gpu, found = device_named("a6000"), list[float]()
+    for inner in (4096, 8192, 4096):
+        one = torch.empty(8192, inner, dtype=torch.bfloat16, device="meta")
+        result = one @ one.t()
+        found.append(seconds(_aten.mm.default, (one, one.t()), {}, result, gpu))
+    assert found[1] == pytest.approx(2 * found[0])
+    assert found[2] == found[0]

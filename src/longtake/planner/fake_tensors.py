@@ -67,6 +67,7 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         super().__init__(**kwargs)
         self._known: dict[Any, tuple[type | None, list[_Output]]] = {}
         self._observer: Observer | None = None
+        self._attributes: dict[torch.device, dict[str, Any]] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -130,7 +131,24 @@ class CachedFakeMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             # A view must share the storage, since tracers count storages.
             tensor = torch.empty(0, dtype=dtype, device="meta")
             tensor.set_(given[source].untyped_storage(), layout.offset, shape, stride)
-        return FakeTensor(self, tensor, layout.device)
+        return self._fake(tensor, layout.device)
+
+    def _fake(self, tensor: Tensor, device: torch.device) -> FakeTensor:
+        """Return a fake tensor of a meta tensor, as `FakeTensor(self, tensor, device)` is.
+
+        torch's constructor takes a third of a trace's time, mostly for attributes that are equal in
+        all fake tensors of a device; they are copied from one that it has made.
+        """
+        if device not in self._attributes:
+            made = dict(vars(FakeTensor(self, tensor, device)))
+            del made["fake_mode"]  # which is this one, and must not hold itself
+            self._attributes[device] = made
+        fake: FakeTensor = Tensor._make_subclass(
+            FakeTensor, tensor, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes[device], fake_mode=self)
+        return fake
 
 
 def empty_like(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

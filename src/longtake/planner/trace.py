@@ -114,6 +114,7 @@ class Tracer:
         self._kinds = kinds_of(subject.model, subject.blocks)
         with self._fake:
             make_fake(subject.model)
+        self._trained = [each for each in subject.model.parameters() if each.requires_grad]
 
     def trace(self, options: Options, *, composes: bool = True) -> StepTrace:
         """Trace the step's memory and time, with each block run by its option.
@@ -167,7 +168,7 @@ class Tracer:
         try:
             yield
         finally:
-            for parameter in self.subject.model.parameters():
+            for parameter in self._trained:
                 parameter.grad = None
 
     def _trace(self, options: Options, streamed: Floats, runs: Sequence[Run]) -> StepTrace:
@@ -185,10 +186,9 @@ class Tracer:
         composition = Composition(runs, tracker)
         if subject.is_accumulating:
             # Gradients of the micro-batches before.
-            for parameter in subject.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
-                    tracker.count(parameter.grad)
+            for parameter in self._trained:
+                parameter.grad = torch.empty_like(parameter, dtype=parameter.grad_dtype)
+                tracker.count(parameter.grad)
         begun_at = tracker.begin()
         subject.call_blocks_by(self._call(options, tracker, reducer, offloaded, composition))
         observed = self._fake.observed_by(tracker.observe)
@@ -367,10 +367,11 @@ class _GradientReducer:
     @contextmanager
     def hooked(self) -> Iterator[None]:
         """Take each gradient from its parameter once it is accumulated, inside the context."""
-        trained = [p for p in self._subject.model.parameters() if p.requires_grad]
+        parameters = self._subject.model.parameters() if self._is_active else ()
         hooks = [
             parameter.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
-            for parameter in (trained if self._is_active else [])
+            for parameter in parameters
+            if parameter.requires_grad
         ]
         try:
             yield

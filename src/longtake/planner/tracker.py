@@ -209,10 +209,25 @@ def seconds(
     if formula is None:
         return traffic
     share = device.share_of_attention if _is_attention(packet) else device.share_of_products
-    count = formula(*args, **kwargs, out_val=result)
+    # torch's formulas take longer than the operations of a trace, which are few and repeat.
+    key = packet, *map(_shape, (*args, *kwargs.items(), result))
+    if key not in _COUNTS:
+        _COUNTS[key] = float(formula(*args, **kwargs, out_val=result))
+    count = _COUNTS[key]
     is_convolution = "convolution" in str(packet)
     rate = (device.convolution_flops if is_convolution else device.flops)(touched[0].dtype)
-    return max(traffic, float(count) / (rate * share))
+    return max(traffic, count / (rate * share))
+
+
+_COUNTS: dict[tuple[Any, ...], float] = {}
+"""Floating-point operations of an operation by its name and the shapes of arguments and results."""
+
+
+def _shape(value: Any) -> Any:
+    """Return what a formula of floating-point operations may read of an argument."""
+    if isinstance(value, Tensor):
+        return value.shape
+    return tuple(map(_shape, value)) if isinstance(value, list | tuple) else value
 
 
 def _is_attention(operation: Any) -> bool:
