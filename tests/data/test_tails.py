@@ -59,6 +59,8 @@ def test_ranks_alone_give_the_probability_of_the_negative_binomial() -> None:
     assert found is not None
     assert found.probability == pytest.approx(2.0**-30)
     assert tail_excess(np.arange(30.0), np.arange(30.0), 0.0) is None
+    # A first stage of fewer than 20 clips has no upper 5 %, and is still judged by its largest.
+    assert tail_excess(np.arange(19.0), 1000 + np.arange(30.0), 0.0) is not None
     nothing = np.full(3, np.nan)
     assert tail_excess(nothing, np.arange(30.0), 0.0) is None
     assert tail_excess(np.arange(30.0), nothing, 0.0) is None

@@ -295,7 +295,7 @@ def _heavier(
     ]
 
 
-@pytest.mark.parametrize("late", [0, 1, 9])
+@pytest.mark.parametrize("late", [0, 1, 9, 16])
 def test_five_more_at_an_epochs_end_are_found_at_once(late: int) -> None:
     """+5 at a norm of 700, as a real defect did: attributed to the edge, also shortly after it."""
     at = 2 * _EPOCH + late
@@ -495,11 +495,19 @@ def _noise_limited(step: StepStatistics) -> StepStatistics:
     return _updates(step, 1e-5 * (1 + 0.1 * math.sin(step.step)), 0.02 ** (step.step / 700))
 
 
+def _raised_in_steps(step: StepStatistics) -> StepStatistics:
+    """An estimate that trebles at once: larger steps for a while, which lower rates do not judge."""
+    rate = 1.0 if step.step >= 200 else 1 / 3
+    larger = 1 + 4 * math.exp((200 - step.step) / 15) if step.step >= 200 else 1.0
+    return _updates(step, 2e-5 * rate * larger, rate)
+
+
 @pytest.mark.parametrize(
     ("count", "at", "change"),
     [
         (400, 300, _searched),
         (400, 300, _estimated),
+        (400, 350, _raised_in_steps),
         (400, 250, _shrunk),
         (400, 300, _come_back),
         (700, 600, _noise_limited),
