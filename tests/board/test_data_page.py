@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.data.build import catalog_of
 from tests.data.catalogs import make_catalog
 from tests.data.test_audit import _Run
 
-from longtake.board.data_page import render_data
+from longtake.board.data_page import render_data, stages_of
 from longtake.board.pages import ServerLinks
 from longtake.data import ledger
 from longtake.data.audit import audit
@@ -132,6 +133,15 @@ def test_stages_are_drawn_over_the_batches_with_the_current_one(told: RunDirecto
     assert (data.strip.names, data.strip.end) == (["all"], 49)  # 40 steps, and 9 skipped batches
     words = _words(_page(told))
     assert re.search(r"batch 0\s+49\s+the run is at batch 33", words)
+
+
+def test_before_the_first_batch_the_first_stage_is_open(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    stages = [{"name": "a", "steps": 1}, {"name": "b"}]
+    run = _Run(tmp_path / "run", catalog_of(range(22)), stages=stages).directory
+    strip = data_facts.StageStrip(["a", "b"], [[1.0, 0.0], [0.0, 1.0]], end=2)
+    views = stages_of(replace(data_facts.read_data(_facts(run)), strip=strip), None)
+    assert [(each.facts["stage"], each.is_open) for each in views] == [("a", True), ("b", False)]
 
 
 def test_a_histogram_has_the_span_of_each_stage(curriculum: RunDirectory) -> None:

@@ -76,6 +76,7 @@ def test_samples_between_steps_are_said(plan: Call, small: WriteRecipe, refuse: 
     code, out, err = plan(str(small("sampling.every=4", preset)))
     assert code == 0, err
     assert re.search(r"Every 4 steps training stops for about .* and samples ", out)
+    assert re.search(r"between two steps, beside model and\s+optimizer\s", out)  # and no more
     unused = ("sampling.guidance_scale=1.0", "sampling.negative_prompt=red")
     said = refuse("plan", small("sampling.every=4", preset, *unused))
     assert "Preset tiny: negative_prompt 'red' would have no effect" in said

@@ -7,13 +7,16 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import psutil
 import pytest
 from tests.build import change_options, listening, wait_until
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 
-from longtake.cluster.launcher import classify_exit
+from longtake.cluster.launcher import Agent, LaunchStop, classify_exit
 from longtake.failures import RankFailure
 from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
@@ -279,6 +282,20 @@ def logs(tmp_path: Path) -> dict[int, Path]:
 
 def _failure(rank: int, kind: Literal["error", "exception", "killed", "ended"]) -> RankFailure:
     return RankFailure(rank, 2, "0a1b2c3d", 77, 12, "forward", kind, "it broke", host="node1")
+
+
+def test_a_signal_between_two_starts_of_the_ranks_ends_the_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as in the rendezvous after a crash, which may take minutes."""
+    agent: Any = object.__new__(Agent)
+    monkeypatch.setattr(Agent, "_heartbeats", lambda *_: [])
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda *_: None)
+    with LaunchStop() as agent._stop:
+        agent._stop.hold()
+        agent._stop_workers(SimpleNamespace(workers=[]))
+        with pytest.raises(SignalException):
+            os.kill(os.getpid(), signal.SIGUSR1)
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])

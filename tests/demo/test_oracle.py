@@ -1,5 +1,6 @@
 """What the oracle promises: it reads real clips, and says nothing about what is none."""
 
+import colorsys
 import json
 
 import numpy as np
@@ -74,6 +75,15 @@ def test_noise_is_never_a_full_reading(smoothing: int) -> None:
             noise = noise.repeat(smoothing, axis=1).repeat(smoothing, axis=2)
             reading = read(np.broadcast_to(noise, (8, 32, 32, 3)))
             assert None in (reading.shape, reading.colour, reading.direction)
+
+
+@pytest.mark.parametrize("side", [-1, 1])
+def test_a_hue_may_be_off_by_22_degrees_on_either_side(side: int) -> None:
+    frames = render("circle", "red", "left", np.random.default_rng(3))
+    for degrees, colour in ((21.5, "red"), (22.5, None)):
+        hue = (COLOURS["red"] + side * degrees) / 360 % 1
+        turned = frames[..., :1] * np.array(colorsys.hsv_to_rgb(hue, 1.0, 1.0))
+        assert read(turned.astype(np.uint8)).colour == colour
 
 
 @pytest.mark.parametrize("colour", COLOURS)

@@ -1,5 +1,6 @@
 """A whole demo, small: what it writes, that it is not done twice, and that it can be stopped."""
 
+import io
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -16,7 +18,7 @@ import av
 import pytest
 from PIL import Image
 from rich.console import Console
-from tests.build import wait_until
+from tests.build import not_none, wait_until
 
 from longtake import config
 from longtake.config import Recipe
@@ -77,7 +79,12 @@ def out(finished: Path, tmp_path: Path) -> Path:
 
 def _demo(out: Path, **settings: Any) -> Any:
     wanted: dict[str, Any] = {"steps": _STEPS, "minutes": None, "seed": 0, "evaluate": False}
-    return demo.run_demo(out=out, console=Console(quiet=True), **(wanted | settings))
+    return demo.run_demo(out=out, **(wanted | {"console": Console(quiet=True)} | settings))
+
+
+def _said(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
 
 
 class _Links(HTMLParser):
@@ -130,7 +137,9 @@ def test_a_finished_demo_is_not_trained_again(finished: Path, small: None) -> No
     before = json.loads((finished / "summary.json").read_text())
     trained = (finished / "metrics.jsonl").read_bytes()
     assert _demo(finished) == before
-    assert _demo(finished, steps=None, minutes=5.0) == before
+    console = Console(file=io.StringIO(), width=500)
+    assert _demo(finished, steps=None, minutes=5.0, console=console) == before
+    assert f"{finished} holds a demo of {_STEPS} steps and resumes it." in _said(console)
     assert (finished / "metrics.jsonl").read_bytes() == trained
 
 
@@ -195,6 +204,18 @@ def test_each_checkpoint_is_sampled_beside_the_training(
         assert len(scores["videos"]) == 8
         assert "adherence" in scores["measures"]
         assert scores["held_out"]["mean"] > 0
+
+
+@pytest.mark.parametrize("has_ended", [True, False])
+def test_one_is_told_what_is_waited_for(tmp_path: Path, has_ended: bool) -> None:
+    """The evaluation server may still sample; one that has ended is not waited for."""
+    with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as server:
+        threading.Timer(0.0 if has_ended else 0.5, lambda: not_none(server.stdin).close()).start()
+        if has_ended:
+            server.wait()
+        console = Console(file=io.StringIO())
+        demo.EvaluationProcess(tmp_path / "log", server).finish(console)
+    assert _said(console) == ("" if has_ended else "sampling the last checkpoints\n")
 
 
 @pytest.mark.slow

@@ -343,6 +343,9 @@ _RISING = [100.0, 110, 120, 130, 140]
         ("largest_jump", _RISING[::-1], None),
         ("flicker", _RISING, "flicker of low4s rose"),
         ("flicker", _RISING[::-1], None),
+        # Near 0 its change is a share of half a grey level.
+        ("flicker", [0.0, 0.01, 0.02, 0.03, 0.04], "flicker of low4s rose"),
+        ("flicker", [0.0, 0.005, 0.01, 0.015, 0.02], None),
         ("sharpness", _RISING, None),
         ("sharpness", _RISING[::-1], "sharpness of low4s fell"),
         ("contrast", _RISING, "contrast of low4s rose"),

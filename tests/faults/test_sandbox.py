@@ -18,3 +18,6 @@ def test_a_process_that_ends_too_early_is_an_error_with_its_output(tmp_path: Pat
         with pytest.raises(RunError, match="before a decode worker could be stopped"):
             stop_while_decoding(process, tmp_path)
         assert process.wait_for_event("finished") is None
+        assert not process.kill(), "it had ended by itself"
+    with TrainingProcess(tmp_path) as process:
+        assert process.kill()

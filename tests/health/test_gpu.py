@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from longtake.health.gpu import GpuProbe, KernelLog, parse_xid, pci_address
+from longtake.health.gpu import GpuProbe, KernelLog, parse_xid, pci_address, throttle_words
 
 _SAMPLE = """
 import json
@@ -110,3 +110,8 @@ def test_xids_that_are_logged_from_now_on_are_found_with_their_gpu(tmp_path: Pat
     assert list(log.take()) == []
     log.close()
     assert parse_xid("6,9,10,-;usb 1-1: new device") is None
+
+
+def test_reasons_of_lowered_clocks_are_told_in_words_and_idleness_is_none() -> None:
+    assert throttle_words(0x01) == []
+    assert throttle_words(0x445) == ["power limit", "thermal slowdown", "voltage limit"]

@@ -21,6 +21,7 @@ from longtake.health.system import (
     disk_space,
     oom_kills,
     open_files,
+    write_sync_seconds,
 )
 from longtake.heartbeat import HeartbeatWriter
 from longtake.monitor.outliers import StepProbe
@@ -115,6 +116,8 @@ def test_a_real_disk_is_measured_and_no_file_is_left_on_it(tmp_path: Path) -> No
     assert "disk_free_bytes:gone" not in found
     assert list(tmp_path.iterdir()) == []
     assert disk_space(tmp_path)["disk_size_bytes"] == found["disk_size_bytes:run"]
+    write_sync_seconds(tmp_path / "probe", 5000)
+    assert (tmp_path / "probe").stat().st_size == 5000  # so that this is what was timed
 
 
 def test_a_full_disk_is_no_failing_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -326,6 +326,7 @@ def test_the_catalog_that_is_named_takes_the_place_of_the_recipes(tmp_path: Path
     assert result["clips"] == 7
     assert [each["clips"] for each in result["catalogs"].values()] == [5, 7]
     assert [entry["clips"] for entry in result["stages"]] == [5, 7]
+    assert "Stage all, catalog b" in printed(result)
     with pytest.raises(DataError, match=r"c is not one of the recipe's catalogs: a \("):
         load(tmp_path / "c", two)
 

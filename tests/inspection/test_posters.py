@@ -76,6 +76,21 @@ def test_the_oldest_stills_are_removed(
     assert sorted(path.name for path in cache.iterdir()) == ["3", "4", "newest"]
 
 
+def test_two_boards_may_keep_a_still_at_the_same_time(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def write_while_another_does(path: Path, data: bytes) -> None:
+        write(path, data)
+        if data == b"of the one":
+            posters._keep("red", b"of the other")
+
+    monkeypatch.setattr(Path, "write_bytes", write_while_another_does)
+    posters._keep("red", b"of the one")
+    assert (cache / "red").read_bytes() == b"of the one"
+
+
 def test_a_video_that_cannot_be_decoded_has_the_reason_in_place_of_a_still(
     runs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,9 @@ def test_only_dumps_written_since_are_collected(tmp_path: Path) -> None:
     again.rename(written[0])  # another file, within the clock's resolution
     assert flight.copy_files(tmp_path, range(3), tmp_path / "more", before) == [0, 1]
     assert [path.name for path in target.iterdir()] == ["rank_1"]
+    written[0].unlink()
+    written[0].symlink_to(written[1])  # a link could give any file of the user away
+    assert flight.copy_files(tmp_path, [0], tmp_path / "linked", {}) == []
 
 
 def test_what_dead_ranks_have_left_is_taken_away(tmp_path: Path) -> None:

@@ -227,6 +227,11 @@ def test_errors_in_every_second_window_are_found_and_those_of_all_are_none() -> 
     assert not any(calm.judge(_port(recoveries=0.1 * (n == 5)), others) for n in range(20))
     busy = {host: _port(transmit_discards=280.0) for host in others}
     assert not any(calm.judge(_port(transmit_discards=300.0), busy) for _ in range(20))
+    # Some ten a second are where they begin to count.
+    for rate, is_found in ((5.0, False), (12.0, True)):
+        judge = OutlierDetector()
+        port = _port(transmit_discards=rate)
+        assert any(judge.judge(port, others) for _ in range(20)) == is_found
 
 
 def test_up_to_17_nodes_each_is_compared_with_all_and_of_200_with_14() -> None:

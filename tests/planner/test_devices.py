@@ -22,7 +22,7 @@ def test_known_gpus_are_found_by_name(name: str) -> None:
     gpu = device_named(f" {name.upper()} ")
     assert gpu is DEVICES[name]
     assert gpu.target == "cuda"
-    assert gpu.flops(torch.bfloat16) > gpu.flops(torch.float32) > gpu.bandwidth
+    assert gpu.flops(torch.bfloat16) > 1.9 * gpu.flops(torch.float32) > gpu.bandwidth
     assert not_none(gpu.total_bytes) >= 7 * 2**30
 
 

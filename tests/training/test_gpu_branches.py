@@ -25,7 +25,7 @@ from longtake.optim import build, master_weights
 from longtake.parallel import equality, mesh, replicas, transfer
 from longtake.sampling.sampler import refuse_too_large_parts
 from longtake.training import latent_cache, runtime
-from longtake.training.step import ComputeTimer
+from longtake.training.step import ComputeTimer, seed_step
 from longtake.training.threads import CpuThreads
 
 _GPU = torch.device("cuda", 0)
@@ -339,3 +339,14 @@ def test_a_gpu_is_named_and_what_decides_its_arithmetic_is_compared(
     assert equality._versions(_GPU)["NCCL"] == "2.28.9"
     assert equality._settings(_GPU)["GPU"] == "H200"
     assert CpuThreads(world, None).choice is None
+
+
+def test_random_operations_on_a_gpu_follow_from_the_step_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeds = list[int]()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed", seeds.append)
+    for step in (3, 4, 3):
+        seed_step(0, step, 1)
+    assert seeds[0] == seeds[2] != seeds[1]
