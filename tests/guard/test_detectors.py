@@ -496,7 +496,7 @@ def _noise_limited(step: StepStatistics) -> StepStatistics:
 
 
 def _raised_in_steps(step: StepStatistics) -> StepStatistics:
-    """An estimate that trebles at once: larger steps for a while, which lower rates do not judge."""
+    """An estimate that trebles makes larger steps for a while; those at lower rates say nothing."""
     rate = 1.0 if step.step >= 200 else 1 / 3
     larger = 1 + 4 * math.exp((200 - step.step) / 15) if step.step >= 200 else 1.0
     return _updates(step, 2e-5 * rate * larger, rate)
