@@ -27,7 +27,7 @@ from longtake.models.streamed import StreamedBlocks
 from longtake.parallel.mesh import World
 from longtake.planner.activation_checkpointing import caller
 from longtake.planner.profiler import MeasuredMemory, measured
-from longtake.planner.record import BlockOption
+from longtake.planner.record import BlockOption, is_streamed, quantization_of
 from longtake.planner.trace import Subject
 from longtake.run_dir import RunDirectory
 from longtake.training.session import Session
@@ -300,10 +300,9 @@ def hold_weights(
 ) -> None:
     """Quantise and stream the blocks of a model with values, as options say."""
     for name, block in blocks.items():
-        weights = options[name].weights
-        if weights != "keep" and weights != "stream":
-            quantize_linears(block, weights)
-    chosen = [block for name, block in blocks.items() if options[name].weights == "stream"]
+        if (kind := quantization_of(options[name].weights)) is not None:
+            quantize_linears(block, kind)
+    chosen = [block for name, block in blocks.items() if is_streamed(options[name].weights)]
     StreamedBlocks(chosen, torch.device(device))
 
 

@@ -10,17 +10,17 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tests.families.row import Row
 from tests.families.tiny import name_optional_pictures
 
 from longtake import config
 from longtake.cli import init
-from longtake.planner.activation_checkpointing import ACTIVATIONS, QUANTIZED
+from longtake.planner.activation_checkpointing import ACTIVATIONS
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import Forecast, forecast
-from longtake.planner.record import BlockOption
+from longtake.planner.record import BlockOption, BlockWeights
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "family_plans.json"
 DEVICES = {"24": "rtx4090", "48": "rtx-6000-ada", "80": "a100-80gb"}
@@ -51,7 +51,7 @@ def _cell(plan: Mapping[str, Any]) -> str:
     if not plan["fits"]:
         return f"does not fit: {size}"
     size += f", {plan['ram_gib']} GiB RAM" if plan.get("ram_gib") else ""
-    total, order = plan["blocks"], (*QUANTIZED, "stream", *ACTIVATIONS)
+    total, order = plan["blocks"], (*get_args(BlockWeights), *ACTIVATIONS)
     named = [
         name if count == total else f"{name} {count}/{total}"
         for name, count in sorted(plan["options"].items(), key=lambda each: order.index(each[0]))

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.build import LateCopies
 from tests.models.tiny import CLIP, T5
 
 from longtake.config import PooledSection, TextSection
@@ -19,6 +20,7 @@ from longtake.models.text import (
     WordIds,
     build_text,
     outline_text,
+    place_text,
 )
 from longtake.models.wan import Wan
 
@@ -270,6 +272,37 @@ def test_a_wrong_second_section_is_refused(pooled: dict[str, Any], message: str)
 def test_words_have_no_second_encoder() -> None:
     with pytest.raises(RecipeError, match=r"text\.pooled is set, but it would not be used"):
         build_text(TextSection(pooled=PooledSection()), Flux(), _CAPTIONS, None)
+
+
+def test_layers_that_are_copied_one_ahead_encode_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, also after the encoders have left the device and come back."""
+    monkeypatch.setattr("longtake.models.streamed.CopyStream", LateCopies)
+    section = _two_sections(config=CLIP | {"num_hidden_layers": 3})
+    section = section.model_copy(update={"config": T5 | {"num_layers": 4}})
+    text, device = _encoder(section), torch.device("cpu")
+    whole, size = text.encode(_CAPTIONS), _weight_bytes(text)
+    text.to(device, by_layer=True)
+    assert _weight_bytes(text) < 0.7 * size  # the vocabularies', and norms
+    for _ in range(2):
+        found = text.encode(_CAPTIONS)
+        assert all(torch.equal(found[name], whole[name]) for name in whole)
+        text.to(device)
+
+
+def _weight_bytes(text: TextEncoder) -> int:
+    return sum(weight.nbytes for module in text.modules() for weight in module.parameters())
+
+
+@pytest.mark.parametrize(("free_gib", "by_layer"), [(1.001, False), (1.0, True)])
+def test_a_gpu_without_room_for_a_gib_beside_an_encoder_has_it_by_layer(
+    monkeypatch: pytest.MonkeyPatch, free_gib: float, by_layer: bool
+) -> None:
+    text, calls = _encoder(), list[bool]()
+    monkeypatch.setattr(text, "to", lambda _, *, by_layer: calls.append(by_layer))
+    free = int(free_gib * 2**30) + _weight_bytes(text) - 1
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**40))
+    place_text(text, torch.device("cuda"))
+    assert calls == [by_layer]
 
 
 @pytest.mark.parametrize("text", [_words(), _encoder(), _encoder(_two_sections())])

@@ -1,12 +1,20 @@
 """A step's waits for copies over the link, against a clock that runs through the step."""
 
+from typing import get_args
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from torch import nn
 
-from longtake.planner.block_weights import buffer_bytes, link_seconds
+from longtake.planner.block_weights import blocks_with, buffer_bytes, link_seconds, weight_costs
+from longtake.planner.devices import device_named
+from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.record import BlockWeights
+from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
 
 Floats = NDArray[np.float64]
 
@@ -61,6 +69,29 @@ def test_without_a_backward_pass_nothing_comes_back() -> None:
     ones, three = np.ones(3), np.array([3e9, 3e9, 3e9])
     backward = np.array([0.0, 0.0, 1.0])
     assert link_seconds(ones, backward, three, 0 * ones, 1e9) == 2  # the third, forward
+
+
+@pytest.mark.parametrize("weights", get_args(BlockWeights)[1:])
+def test_costs_are_those_of_a_trace(weights: BlockWeights) -> None:
+    """Of a wide layer, beside which what is looked up in tables takes no time."""
+    device, mode = device_named("rtx4070"), CachedFakeMode()
+    with torch.device("meta"):
+        layer = nn.Linear(3072, 12288, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    block = nn.Sequential(layer)
+    with mode:
+        make_fake(block)
+
+    def run() -> None:
+        block(torch.empty(16, 3072, dtype=torch.bfloat16))
+
+    def trace(name: BlockWeights) -> InferenceTrace:
+        with blocks_with([name], [block], mode) as streamed, mode:
+            return trace_inference(mode, [block], run, device, streamed)
+
+    kept, found, costs = trace("keep"), trace(weights), weight_costs(weights, [block], device)
+    freed = kept.weight_bytes - found.weight_bytes
+    assert costs.away[0] - buffer_bytes(costs.streamed) == freed
+    assert found.seconds - kept.seconds == pytest.approx(costs.seconds[0], rel=0.05, abs=1e-9)
 
 
 def test_two_buffers_of_the_largest_block_take_turns() -> None:

@@ -19,7 +19,7 @@ from tests.planner.build import make_tiny, make_toy
 
 from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
 from longtake.planner.devices import CPU, device_named
-from longtake.planner.record import KEEP, BlockOption, Options
+from longtake.planner.record import KEEP, BlockOption, BlockWeights, Options
 from longtake.planner.solver import (
     BlockCosts,
     PolicySweep,
@@ -161,6 +161,46 @@ def test_a_mixture_that_takes_a_little_more_than_predicted_is_mended(seed: int) 
         # The fastest for this budget takes all of it; by its trace it may be 0.2 % above.
         best = not_none(find_best(tracer, sweep, int(peak * 1.008)))
         assert best.traced.peak_bytes <= peak * 1.008
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ((1.09, 1.0, 1.0), "stream"),
+        ((1.11, 1.0, 1.0), "int8"),
+        ((1.3, 1.09, 1.0), "int8"),
+        ((1.3, 1.11, 1.0), "nf4"),
+        ((1.19, 1.11, 1.0), "stream"),
+    ],
+)
+def test_exact_weights_are_chosen_unless_they_are_a_tenth_slower(
+    seconds: tuple[float, float, float], chosen: BlockWeights
+) -> None:
+    """What does not fit here is to keep all weights where they are, which takes a second too."""
+    shape = (len(_BLOCKS), 4)
+    zero, away = np.zeros(shape), np.full(shape, 10.0 * _MIB)
+    away[:, 0] = 0
+    costs = BlockCosts(
+        names=_BLOCKS,
+        saved=zero,
+        forward=zero,
+        backward=zero,
+        forward_seconds=np.tile([1.0, *seconds], (len(_BLOCKS), 1)) / 2,
+        backward_seconds=np.tile([1.0, *seconds], (len(_BLOCKS), 1)) / 2,
+        at_forward=np.full(len(_BLOCKS), 60.0 * _MIB),
+        at_backward=np.full(len(_BLOCKS), 60.0 * _MIB),
+        at_loss=60.0 * _MIB,
+        least_peak=0,
+        other_seconds=0,
+        away=away,
+        streamed=zero,
+        offloaded=zero,
+        pinned=zero,
+        options=tuple(BlockOption("keep", each) for each in ("keep", "stream", "int8", "nf4")),
+        quantize_gain=0.1,
+    )
+    found = not_none(fastest(costs, 15 * _MIB))
+    assert {each.weights for each in found.values()} == {chosen}
 
 
 def test_blocks_upstream_of_what_trains_save_nothing() -> None:

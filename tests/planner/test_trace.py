@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def test_families_are_foreseen_to_the_byte(threads: Threads, family: str) -> Non
         assert trace.peak_bytes - trace.weight_bytes == memory.peak_bytes, policy
 
 
-_FROZEN: tuple[BlockWeights, ...] = ("keep", "stream", "int8", "fp8", "nf4")
+_FROZEN: tuple[BlockWeights, ...] = get_args(BlockWeights)
 _MIXED = (*_FROZEN[1:], "keep")
 
 

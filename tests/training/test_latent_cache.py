@@ -33,7 +33,7 @@ from tests.build import (
 )
 from tests.data.catalogs import make_catalog
 from tests.families import release_qwen_image_edit, release_wan
-from torch import nn
+from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import Recipe
@@ -43,13 +43,14 @@ from longtake.data.index import index
 from longtake.data.packs import CACHE_KINDS
 from longtake.data.tasks import HERE
 from longtake.demo.shapes import write_clips
-from longtake.errors import DataError, RecipeChangedError, RecipeError
+from longtake.errors import DataError, PlanError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
 from longtake.models.codec import kept_tile
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import load_sampler
+from longtake.training import latent_cache
 from longtake.training.latent_cache import (
     cache_ahead,
     codec_fingerprint,
@@ -737,6 +738,33 @@ def prints(small_recipe: Recipes, tmp_path: Path) -> Prints:
         return codec_fingerprint(recipe, tmp_path), text_fingerprint(recipe, tmp_path)
 
     return of
+
+
+def test_captions_for_which_memory_is_short_are_encoded_in_smaller_batches(
+    small_recipe: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The embeddings are in the captions' order, and what fitted is the size that is tried next."""
+    calls = list[int]()
+
+    class Short:
+        def encode(self, captions: Sequence[str]) -> dict[str, Tensor]:
+            calls.append(len(captions))
+            if len(captions) > most:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return {"lengths": torch.tensor([[len(each)] for each in captions])}
+
+    monkeypatch.setattr(latent_cache, "_text", lambda *_: Short())
+    monkeypatch.setattr(latent_cache, "place_text", lambda *_: None)
+    most = 2
+    load = latent_cache._load_caption_encoder
+    encode = load(small_recipe(), tmp_path, torch.device("cuda"))
+    captions = ["a" * number for number in range(1, 8)]
+    assert [int(each["lengths"]) for each in encode(captions)] == list(range(1, 8))
+    assert calls == [7, 3, 1, 1, 1, 1, 1, 1, 1]
+    assert [int(each["lengths"]) for each in encode(["ab", "c"])] == [2, 1]
+    most = 0
+    with pytest.raises(PlanError, match=r"cuda has no memory left .* text\.max_tokens"):
+        encode(["a"])
 
 
 def test_parts_that_a_run_makes_are_known_by_their_content(

@@ -40,7 +40,15 @@ ACTIVATION_COLOURS: Final = {
     "offload": "5",
     "offload-input": "6",
 }
-WEIGHT_COLOURS: Final = {"keep": "pale", "stream": "5", "fp8": "1", "int8": "3", "nf4": "2"}
+WEIGHT_COLOURS: Final = {
+    "keep": "pale",
+    "stream": "5",
+    "fp8": "1",
+    "int8": "3",
+    "nf4": "2",
+    "stream-int8": "7",
+    "stream-nf4": "6",
+}
 _LETTERS: Final = {
     "save-attention": "A",
     "recompute": "R",
@@ -50,6 +58,8 @@ _LETTERS: Final = {
     "fp8": "8f",
     "int8": "8i",
     "nf4": "4",
+    "stream-int8": "S8",
+    "stream-nf4": "S4",
 }
 _PART_COLOURS: Final = {
     "weights": "1",

@@ -295,7 +295,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
     for phase in phases:
         sizes = [f"{size / _GIB:.2f}" for size in (phase.weight_bytes, phase.peak_bytes)]
         label, meaning = _PHASES[phase.name]
-        if phase.name in ("model", "encode") and phase.how:
+        if phase.name in ("text", "encode", "model") and phase.how:
             meaning += f", {phase.how}"
         table.add_row(label, *sizes, f"{phase.seconds:.2g} s", _FITS[phase.fits], meaning)
     yield ""

@@ -71,8 +71,12 @@ class ModelSection(Section):
     `int8` take a byte per weight, `nf4` about half a byte. The arithmetic is the same, on rounded
     weights. `fp8_dynamic` and `int8_dynamic` round the layers' inputs and gradients, too, with a
     scale per token, and multiply in 8 bits: GPUs from Ada and Hopper (fp8) or Ampere (int8) on do
-    that at twice the rate or more. `auto`: the plan chooses `fp8`, `int8` or `nf4` for each block,
-    and the run keeps its choice."""
+    that at twice the rate or more. `auto`: the plan chooses `int8` or `nf4` for each block, and the
+    run keeps its choice."""
+    quantize_gain: float = Field(0.1, ge=0, le=1)
+    """With `quantize = "auto"`: the share of a block's time that weights of fewer bits must save to
+    be chosen, int8 over exact ones and nf4 over int8. Of plans that fit, the more exact one is thus
+    taken unless its step is longer by more than this. At 0 the fastest one is taken."""
     stream: Literal["none", "auto", "all"] = "auto"
     """Blocks whose frozen weights stay in host RAM and are copied to the GPU one block ahead;
     results are the same. `auto`: those that do not fit in the plan's GPU memory."""

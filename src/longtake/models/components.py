@@ -40,7 +40,7 @@ from longtake.models.codec import Codec, build_codec, outline_codec
 from longtake.models.experts import Experts, OtherExpert, read_experts
 from longtake.models.quantized import quantize_linears
 from longtake.models.recipe_checks import fit_latents, trained_shapes
-from longtake.models.text import TextEncoder, build_text, outline_text
+from longtake.models.text import TextEncoder, build_text, outline_text, place_text
 from longtake.parallel import attention_rules
 
 Part = Literal["text", "model", "codec"]
@@ -151,7 +151,9 @@ class Components:
         # would add to the memory that the next part takes.
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if part is not None and part not in self.stays:
+        if part == "text" and part not in self.stays:
+            place_text(self.text, device)
+        elif part is not None and part not in self.stays:
             held[part].to(device)
         if self.other is not None and part == "model":
             self.other.bring(device)

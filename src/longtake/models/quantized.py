@@ -139,7 +139,11 @@ class QuantizedLinear(FrozenLinear):
 def _dequantized(
     kind: str, stored: Sequence[Tensor], num_columns: int, dtype: torch.dtype
 ) -> Tensor:
-    if kind != "nf4":
+    if kind == "int8":
+        codes, scale = stored
+        # Promoted within one kernel, which reads the codes and writes the weight once.
+        return codes * scale.to(dtype)
+    if kind == "fp8":  # torch promotes no float8
         codes, scale = stored
         return codes.to(dtype).mul_(scale.to(dtype))
     codes, scale_codes, factor, mean, levels = stored

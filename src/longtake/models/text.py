@@ -18,6 +18,7 @@ from longtake.formatting import reason_of
 from longtake.models import deferred_init, numerics, pretrained, releases
 from longtake.models.caption_tokens import clean
 from longtake.models.quantized import quantize_linears
+from longtake.models.streamed import StreamedBlocks, layer_lists
 from longtake.models.text_contract import TextContract
 
 NO_CAPTION = ""
@@ -29,6 +30,9 @@ LENGTH_STEP = 32
 
 MAX_WORDS = 8192
 """Most words in a vocabulary that is made of a catalog's captions (the most frequent ones)."""
+
+_ROOM_TO_ENCODE = 2**30
+"""Bytes that a GPU must have beside the weights of text encoders, for what they compute."""
 
 _PAD, _UNKNOWN, _START, _END = "[PAD]", "[UNK]", "<s>", "</s>"
 _SPECIAL = (_PAD, _UNKNOWN, _END)  # in the order of their ids: padding is 0
@@ -80,8 +84,12 @@ class TextEncoder(Protocol):
     def pipeline_parts(self) -> dict[str, Any]:
         """Return encoders, tokenizers and processors by their folders in a diffusers pipeline."""
 
-    def to(self, device: torch.device) -> None:
-        """Move the text encoders to a device."""
+    def to(self, device: torch.device, *, by_layer: bool = False) -> None:
+        """Move the text encoders to a device.
+
+        With `by_layer` the weights of their layers stay in host memory from then on, and are copied
+        to the device one layer ahead: less memory, the same embeddings, and slower.
+        """
 
     def save(self, folder: Path) -> None:
         """Save encoders and tokenizers that are not pretrained to a folder."""
@@ -126,7 +134,7 @@ class WordIds:
     def pipeline_parts(self) -> dict[str, Any]:
         return {}
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device, *, by_layer: bool = False) -> None:
         self._device = device
 
     def save(self, folder: Path) -> None:
@@ -220,6 +228,7 @@ class TransformersText:
     ) -> None:
         self._family, self._encoders = family, encoders
         self._processors = dict(processors or {})  # by their folders
+        self._streamed: list[StreamedBlocks] = []
         first, *others = (each for each in encoders if not each.is_further)
         self.encoder, self.tokenizer = first.module, first.tokenizer
         self.max_tokens, self.embed_dim = first.max_tokens, first.width
@@ -298,7 +307,18 @@ class TransformersText:
     def _modules(self) -> dict[str, nn.Module]:
         return {each.part.folder: each.module for each in self._encoders}
 
-    def to(self, device: torch.device) -> None:
+    def to(self, device: torch.device, *, by_layer: bool = False) -> None:
+        if by_layer and not self._streamed:
+            # Not page-locked: a computer with a small GPU may have less of that than the encoder
+            # takes, and each layer serves many captions.
+            self._streamed = [
+                StreamedBlocks(layers, device, pins=False)
+                for module in self.modules()
+                for layers in layer_lists(module)
+            ]
+        if device.type == "cpu":
+            for layers in self._streamed:
+                layers.free_buffers()
         for module in self.modules():
             module.to(device)
 
@@ -310,6 +330,22 @@ class TransformersText:
         tokenizers = {each.part.tokenizer: each.tokenizer for each in self._encoders}
         named = {name: each for name, each in tokenizers.items() if name}
         return self._modules() | named | self._processors
+
+
+def encodes_by_layer(weight_bytes: int, free_bytes: int) -> bool:
+    """Return True if text encoders with these weights are to run layer by layer on a GPU."""
+    return weight_bytes + _ROOM_TO_ENCODE > free_bytes
+
+
+def place_text(text: TextEncoder, device: torch.device) -> None:
+    """Move text encoders to a device; to a GPU that has no room for them whole, layer by layer."""
+    held = (each for m in text.modules() for each in (*m.parameters(), *m.buffers()))
+    coming = sum(each.nbytes for each in held if each.device.type != device.type)
+    by_layer = False
+    if device.type == "cuda" and coming:
+        free, _ = torch.cuda.mem_get_info(device)
+        by_layer = encodes_by_layer(coming, free)
+    text.to(device, by_layer=by_layer)
 
 
 def _moved(ids: Tensor, device: torch.device) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import cycle, islice
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,8 +32,6 @@ Block = Callable[..., Any]
 BlockCall = Callable[..., Any]
 """A function that runs a block of the transformer: `call(block, *args)` stands for
 `block(*args)`."""
-QUANTIZED: tuple[Literal["int8", "fp8", "nf4"], ...] = ("int8", "fp8", "nf4")
-"""Kinds of quantisation of frozen weights that a plan may choose, most exact first."""
 
 
 _aten = torch.ops.aten

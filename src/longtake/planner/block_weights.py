@@ -3,7 +3,7 @@
 Both follow from shapes, so that one trace of a step serves every choice.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -21,9 +21,13 @@ from longtake.errors import RecipeError
 from longtake.models.quantized import frozen_linears, quantize_linears
 from longtake.models.streamed import NUM_BUFFERS, look_up_weights, streamed_bytes
 from longtake.planner.devices import DeviceBudget, rounded
-from longtake.planner.record import BlockWeights
+from longtake.planner.record import BlockWeights, is_streamed, quantization_of
 
 Floats = NDArray[np.float64]
+_PASSES: Mapping[Quantization, float] = {"int8": 1, "fp8": 3, "nf4": 5}
+"""How often dequantising reads or writes as many bytes as a bf16 weight has, beside its codes: int8
+writes it; fp8 writes it, and reads and writes it to scale it; nf4 also writes and reads its codes
+as integers."""
 
 
 @dataclass(frozen=True)
@@ -53,21 +57,26 @@ def _block_costs(
 ) -> tuple[float, float, float, float]:
     if name == "keep":
         return 0, 0, 0, 0
-    if name == "stream":
+    kind = quantization_of(name)
+    # a CPU's memory is host memory, so that streaming frees nothing
+    is_away = is_streamed(name) and device.target == "cuda"
+    if kind is None:
         streamed = streamed_bytes(block)
-        # a CPU's memory is host memory, so that streaming frees nothing
-        return (streamed if device.target == "cuda" else 0), streamed, 0, 0
+        return (streamed if is_away else 0), streamed, 0, 0
     granule = device.granule
     weights = [layer.weight for layer in frozen_linears(block).values()]
     whole = sum(rounded(weight.nbytes, granule) for weight in weights)
-    kept = sum(_quantized_bytes(name, weight.shape, weight.dtype, granule) for weight in weights)
+    kept = sum(_quantized_bytes(kind, weight.shape, weight.dtype, granule) for weight in weights)
     largest = max((weight.nbytes for weight in weights), default=0)
-    moved = kept + 2 * sum(weight.nbytes for weight in weights)  # read, written, scaled in place
-    return whole - kept, 0, largest, moved / device.reached_bandwidth
+    moved = kept + sum(_PASSES[kind] * weight.nbytes for weight in weights)
+    seconds = moved / device.reached_bandwidth
+    return whole - kept * (not is_away), kept * is_streamed(name), largest, seconds
 
 
-def can_quantize(kind: Quantization, blocks: Sequence[nn.Module]) -> bool:
+def can_quantize(kind: Quantization | None, blocks: Sequence[nn.Module]) -> bool:
     """Return true if this kind of quantisation supports the shapes of all frozen linear layers."""
+    if kind is None:
+        return True
     try:
         for block in blocks:
             for layer in frozen_linears(block).values():
@@ -101,11 +110,11 @@ def blocks_with(
     streamed: dict[nn.Module, int] = {}
     try:
         for name, block in zip(names, blocks, strict=True):
-            if name == "stream":
+            if (kind := quantization_of(name)) is not None:
+                _quantize_fake(block, kind, mode)
+            if is_streamed(name):
                 look_up_weights(block)
                 streamed[block] = streamed_bytes(block)
-            elif name != "keep":
-                _quantize_fake(block, name, mode)
         yield streamed
     finally:
         # Undo the new classes, weights and buffers of streamed or quantised layers.

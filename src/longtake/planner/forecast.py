@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import get_args
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -28,8 +29,15 @@ from longtake.planner.attention_check import KernelChooser
 from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget
 from longtake.planner.fake_tensors import empty_like
-from longtake.planner.record import BlockWeights, Options, PolicyForecast, StaticMemory
+from longtake.planner.record import (
+    ON_DEVICE,
+    BlockWeights,
+    Options,
+    PolicyForecast,
+    StaticMemory,
+)
 from longtake.planner.sampling_phase import sampling_phase
+from longtake.planner.text_phase import text_that_fits
 from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
 from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recompute
 from longtake.sampling.sampler import streams_for_sampling
@@ -70,7 +78,8 @@ class ForecastFacts:
     gradients: GradientFlow
     traces: Mapping[str, StepTrace] = field(default_factory=dict)
     """Traces of the step by named recompute policy; empty if it cannot be traced. If nothing fits
-    and weights can be streamed, `all+stream` takes the least memory that is possible."""
+    and weights can be streamed, `all+stream` (or `all+stream-nf4` ...) takes the least memory that
+    is possible."""
     policies: Sequence[PolicyForecast] = ()
     best: solver.BestOptions | None = None  # fastest that fits; without a budget, all kept
     best_policy: PolicyForecast | None = None
@@ -119,7 +128,8 @@ class Forecast(ForecastFacts):
             return None
         name = self.least.name
         policy, _, weights = name.partition("+")
-        base: BlockWeights = "stream" if weights else self.step.base_weights
+        named = (each for each in get_args(BlockWeights) if each == weights)
+        base: BlockWeights = next(named, self.step.base_weights)
         options = options_of(policy, self.step.block_names, base)
         return options, self.traces[name]
 
@@ -188,10 +198,11 @@ def forecast(
     traces = dict(sweep.traces)
     traps = [*gradients.traps, *policy_traps(step, traces)]
     best = _find_best(step, sweep, tries_more=tries_more)
-    # Nothing fits: show the least that streaming makes possible, too.
-    if best is None and step.tracer.subject.weights[:2] == ("keep", "stream"):
-        least = options_of("all", step.block_names, "stream")
-        traces["all+stream"] = step.tracer.trace(least)
+    # Nothing fits: show the least that streamed and rounded weights make possible, too.
+    if best is None and len(step.tracer.subject.weights) > 1:
+        last = step.tracer.subject.weights[-1]
+        least = options_of("all", step.block_names, last)
+        traces[f"all+{last}"] = step.tracer.trace(least)
 
     def row(name: str, trace: StepTrace) -> PolicyForecast:
         return memory.policy_forecast(name, trace, step, sweep.overhead(trace))
@@ -586,6 +597,9 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
         if "encode" in traces:
             how = encoding.describe_tile(codec.encode_tile)
             traces["encode"] = replace(traces["encode"], how=how)
+        if "text" in traces and step.recipe.data.cache is not None:
+            given = (mode, step.recipe, text, bucket, step.device, traces["text"])
+            traces["text"] = text_that_fits(*given)
     with suppress(RuntimeError):
         traces["model"] = _model_alone(mode, step, components, held)
     with blocks_with(held, blocks, mode) as streamed, mode:
@@ -620,7 +634,7 @@ def _model_alone(
     training.
     """
     blocks, budget = components.family.blocks(components.model), step.device.budget_bytes
-    kinds: list[BlockWeights] = ["keep" if each == "stream" else each for each in held]
+    kinds: list[BlockWeights] = [ON_DEVICE.get(each, each) for each in held]
 
     def denoise() -> None:
         # One forward pass over one video, as sampling in two passes does.

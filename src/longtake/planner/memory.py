@@ -27,13 +27,18 @@ from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
 from longtake.optim.own import own_states, refuse_own_optimizer
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.parallel.transfer import pinned_bytes
-from longtake.planner.activation_checkpointing import QUANTIZED
 from longtake.planner.batch_sizes import StageBatch, bucket_tokens, largest_batch, refuse_idle_ranks
 from longtake.planner.block_weights import can_quantize
 from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.encoding import ahead_bytes
 from longtake.planner.fake_tensors import FakeTokenSharing, empty_like
-from longtake.planner.record import BlockWeights, OptimizerBytes, PolicyForecast, StaticMemory
+from longtake.planner.record import (
+    BlockWeights,
+    OptimizerBytes,
+    PolicyForecast,
+    StaticMemory,
+    quantization_of,
+)
 from longtake.planner.trace import StepTrace, Subject, Tracer
 
 _EIGHT_BIT_MAP_BYTES = 256 * 4
@@ -154,6 +159,7 @@ def outline_step(
         num_shards=num_shards,
         gathers_in_bf16=num_shards > 1 and recipe.parallel.param_dtype == precision == "bf16",
         weights=_offered_weights(recipe, blocks, is_whole, quantized),
+        quantize_gain=recipe.model.quantize_gain,
         offloads=is_whole,
         host_bytes=max(0, device.host_bytes - pinned),
     )
@@ -267,7 +273,11 @@ def _offered_weights(
     if recipe.model.stream == "auto" and may_stream:
         offered.append("stream")
     if recipe.model.quantize == "auto" and quantized is None:
-        offered += [kind for kind in QUANTIZED if can_quantize(kind, blocks)]
+        places: list[BlockWeights] = ["int8", "nf4"]
+        if "stream" in offered:
+            places += ["stream-int8", "stream-nf4"]
+        # Not fp8, which takes as many bytes as int8, is rounder, and slower to dequantise.
+        offered += [each for each in places if can_quantize(quantization_of(each), blocks)]
     return tuple(offered)
 
 

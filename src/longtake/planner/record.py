@@ -12,12 +12,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import Field, TypeAdapter
 
 from longtake import fsio
-from longtake.config import Bucket
+from longtake.config import Bucket, Quantization
 from longtake.errors import RecordError
 from longtake.formatting import number_ranges
 from longtake.run_dir import EventKind
@@ -30,10 +30,28 @@ _Signed = Annotated[int, Field(ge=-(2**53), le=2**53)]
 
 Activations = Literal["keep", "save-attention", "recompute", "offload", "offload-input"]
 """Treatment of the activations that a block's forward pass leaves for its backward pass."""
-BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4"]
+BlockWeights = Literal["keep", "stream", "fp8", "int8", "nf4", "stream-int8", "stream-nf4"]
 """Treatment of a block's frozen weights: `keep` leaves them on the device; `stream` keeps them in
-host memory, and copies them while the block before runs; the other kinds quantise them on the
-device, and dequantise them for each product."""
+host memory, and copies them while the block before runs; `fp8`, `int8` and `nf4` quantise them on
+the device, and dequantise them for each product; the last two do both."""
+
+
+ON_DEVICE: Mapping[BlockWeights, BlockWeights] = {
+    "stream": "keep",
+    "stream-int8": "int8",
+    "stream-nf4": "nf4",
+}
+"""What streamed weights are on the device: the same format, not streamed."""
+
+
+def is_streamed(weights: BlockWeights) -> bool:
+    return weights.startswith("stream")
+
+
+def quantization_of(weights: BlockWeights) -> Quantization | None:
+    """Return the number format of a treatment's weights; None for exact ones."""
+    kind = weights.removeprefix("stream").removeprefix("-")
+    return next((each for each in get_args(Quantization) if each == kind), None)
 
 
 @dataclass(frozen=True, slots=True)

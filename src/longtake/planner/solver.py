@@ -23,7 +23,15 @@ from longtake.planner.block_weights import (
     link_seconds,
     weight_costs,
 )
-from longtake.planner.record import KEEP, Activations, BlockOption, BlockWeights, Options
+from longtake.planner.record import (
+    KEEP,
+    Activations,
+    BlockOption,
+    BlockWeights,
+    Options,
+    is_streamed,
+    quantization_of,
+)
 from longtake.planner.trace import BlockTrace, StepTrace, Tracer
 
 _GIB = 2**30
@@ -35,20 +43,10 @@ _GAP = 1e-3
 """Largest relative distance of the solver's step time from the optimum."""
 _MOST_TRIES = 5
 _LEAST_STEP_BYTES = 2**16  # smallest tightening of the budget; the solver's tolerance hides less
-_LEAST_GAIN: Mapping[str, float] = {
-    "keep": 0,
-    "save-attention": 0,
-    "recompute": 0,
-    "offload": 0.002,
-    "offload-input": 0.001,
-    "stream": 0.001,
-    "int8": 0.02,
-    "fp8": 0.03,
-    "nf4": 0.04,
-}
-"""Share of a block's seconds that an option (treatment of its activations and weights) has to save
-before it is chosen. Predicted times are off by 2 %: within that, options that leave results
-unchanged, and more exact quantisation, win."""
+_LEAST_GAIN: Mapping[str, float] = {"offload": 0.002, "offload-input": 0.001, "stream": 0.001}
+"""Share of a block's seconds that an option which copies has to save before it is chosen."""
+_ROUNDNESS: Mapping[str, float] = {"int8": 1, "fp8": 1.5, "nf4": 2}
+"""How many times `model.quantize_gain` a number format has to save over exact weights."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,8 @@ class BlockCosts:
     pinned: Floats  # host memory that `offloaded` takes when pinned
     options: tuple[BlockOption, ...]  # of the columns; the first keeps all, or the most
     link: float = math.inf  # bytes per second to the host, and the same back
+    quantize_gain: float = 0.0
+    """Share of a block's seconds that quantisation has to save (`model.quantize_gain`)."""
 
     def peak_bytes(self, options: Options) -> float:
         x = self._chosen(options)
@@ -288,8 +288,7 @@ def fastest(
         LinearConstraint(joined(host.reshape(1, -1)), -np.inf, host_room),
     ]
     most = np.concatenate([1 - _pointless(costs).ravel(), np.full(num_waits + 1, np.inf)])
-    # Options have to gain something in order to be chosen.
-    gains = [_LEAST_GAIN[each.weights] + _LEAST_GAIN[each.activations] for each in costs.options]
+    gains = [_least_gain(each, costs.quantize_gain) for each in costs.options]
     preferred = costs.seconds + np.array(gains) * costs.seconds[:, :1]
     found = milp(
         np.concatenate([preferred.ravel() / scale, np.ones(num_waits), [0]]),
@@ -305,6 +304,13 @@ def fastest(
         return None
     chosen = found.x[:size].reshape(number, width).argmax(axis=1)
     return {name: costs.options[index] for name, index in zip(costs.names, chosen, strict=True)}
+
+
+def _least_gain(option: BlockOption, quantize_gain: float) -> float:
+    """Return the share of a block's seconds that an option has to save in order to be chosen."""
+    kind, copies = quantization_of(option.weights), "stream" * is_streamed(option.weights)
+    rounding = 0.0 if kind is None else quantize_gain * _ROUNDNESS[kind]
+    return _LEAST_GAIN.get(option.activations, 0) + _LEAST_GAIN.get(copies, 0) + rounding
 
 
 def _waits(costs: BlockCosts) -> Floats:
@@ -406,6 +412,7 @@ def sweep_policies(tracer: Tracer) -> PolicySweep:
     blocks = list(subject.blocks.values())
     weights = [weight_costs(name, blocks, tracer.device) for name in subject.weights]
     costs = costs_of(of_activations, weights, tracer.device.link, offloads=subject.offloads)
+    costs = replace(costs, quantize_gain=subject.quantize_gain)
     return PolicySweep(traces, costs, plain["none"].weight_bytes)
 
 

@@ -48,6 +48,8 @@ class Subject:
     weights: Sequence[BlockWeights] = ("keep",)
     """Treatments that a plan may choose for the frozen weights of blocks; named recompute policies
     use the first."""
+    quantize_gain: float = 0.0
+    """Share of a block's time that fewer bits must save to be chosen (`model.quantize_gain`)."""
     offloads: bool = False  # true if activations may be offloaded to host memory
     host_bytes: int | None = None  # limit of that memory; None: no limit
     gathers_in_bf16: bool = False
@@ -95,7 +97,7 @@ class InferenceTrace:
     seconds: float
     how: str = ""
     """How the modules run: for `sampling`, presets and videos at a time; for `model`, "weights
-    streamed"; for `encode`, its tiles."""
+    streamed"; for `encode`, its tiles; for `text`, "layer by layer"."""
 
     @property
     def activation_bytes(self) -> int:

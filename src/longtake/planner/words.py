@@ -9,6 +9,10 @@ POLICY_WORDS: Final = {
     "alternate": "every second block is",
     "save-attention": "all but attention is",
     "all+stream": "every block is, and weights are streamed: the least",
+    "all+stream-int8": "every block is, and weights are streamed in 8 bits: the least",
+    "all+stream-nf4": "every block is, and weights are streamed in 4 bits: the least",
+    "all+fp8": "every block is, and weights are in 8 bits: the least",
+    "all+nf4": "every block is, and weights are in 4 bits: the least",
     "best": "the fastest mixture that fits",
 }
 ACTIVATION_WORDS: Final = {
@@ -24,6 +28,8 @@ WEIGHT_WORDS: Final = {
     "int8": "on the device, in 8 bits (int8)",
     "fp8": "on the device, in 8 bits (fp8)",
     "nf4": "on the device, in 4 bits (nf4)",
+    "stream-int8": "in host RAM, in 8 bits (int8), copied one block ahead",
+    "stream-nf4": "in host RAM, in 4 bits (nf4), copied one block ahead",
 }
 FIXED_WORDS: Final = {
     "weights": "the model's weights",

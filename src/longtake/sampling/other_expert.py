@@ -89,11 +89,8 @@ def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
     if recipe.model.expert is None:
         return 0
     model = build_other(recipe, parts, weights=False)
-    whole = sum(each.nbytes for each in (*model.parameters(), *model.buffers()))
-    if target != "cuda":
-        return whole
-    sizes = [streamed.streamed_bytes(block) for block in parts.family.blocks(model)]
-    return whole - sum(sizes) + streamed.NUM_BUFFERS * max(sizes, default=0)
+    blocks = parts.family.blocks(model) if target == "cuda" else []
+    return streamed.least_bytes(model, blocks)
 
 
 def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:

@@ -220,11 +220,16 @@ def _free_bytes(device: torch.device | int) -> int:
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
     """Return the GPU bytes of the largest part and activations; `more` is added to the model's."""
     needed = parts.part_bytes()
-    needed["model"] += more
     if streams:
-        sizes = [streamed.streamed_bytes(block) for block in parts.family.blocks(parts.model)]
-        # With streaming, buffers of two blocks replace the weights of all blocks.
-        needed["model"] += streamed.NUM_BUFFERS * max(sizes, default=0) - sum(sizes)
+        # Buffers of two blocks replace the weights of all, and those of two layers an encoder's.
+        needed["model"] = streamed.least_bytes(parts.model, parts.family.blocks(parts.model))
+        needed["text"] = sum(
+            streamed.least_bytes(
+                each, [layer for row in streamed.layer_lists(each) for layer in row]
+            )
+            for each in parts.text.modules()
+        )
+    needed["model"] += more
     return max(needed.values()) + _ACTIVATION_BYTES
 
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._triton import has_triton
 
 from longtake import errors, heartbeat
-from longtake.config import Bucket, Quantization, Recipe
+from longtake.config import Bucket, Recipe
 from longtake.data.loader import Loader
 from longtake.formatting import escape
 from longtake.models import pretrained
@@ -33,7 +33,7 @@ from longtake.optim.update import Averages
 from longtake.parallel import attention_rules, collectives, context_parallel, equality, fsdp, mesh
 from longtake.planner import activation_checkpointing
 from longtake.planner.plan import run_blocks
-from longtake.planner.record import KEEP, MemoryPlan, Options
+from longtake.planner.record import KEEP, MemoryPlan, Options, is_streamed, quantization_of
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
 from longtake.training.inputs import InputQueue
@@ -95,8 +95,8 @@ def build_components(
 
 
 def quantized_by(options: Options) -> Kinds:
-    kinds = get_args(Quantization)
-    return {name: each.weights for name, each in options.items() if each.weights in kinds}  # type: ignore[misc]
+    kinds = {name: quantization_of(each.weights) for name, each in options.items()}
+    return {name: kind for name, kind in kinds.items() if kind is not None}
 
 
 def _create(session: Session, plan: MemoryPlan) -> None:
@@ -223,7 +223,7 @@ def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.
     if recipe.model.stream == "all":
         return list(blocks)
     names = {module: name for name, module in parts.model.named_modules()}
-    return [each for each in blocks if options.get(names[each], KEEP).weights == "stream"]
+    return [each for each in blocks if is_streamed(options.get(names[each], KEEP).weights)]
 
 
 def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:

@@ -41,14 +41,23 @@ from longtake.models.components import assemble, outline, text_section
 from longtake.models.conditioning import encoded_together
 from longtake.models.pretrained import PipelinePart, locate
 from longtake.models.releases import find_part, has_part
-from longtake.models.text import LENGTH_STEP, NO_CAPTION, TextEncoder, build_text, outline_text
+from longtake.models.text import (
+    LENGTH_STEP,
+    NO_CAPTION,
+    TextEncoder,
+    build_text,
+    outline_text,
+    place_text,
+)
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
 from longtake.planner.plan import tile_to_fill
 from longtake.run_dir import RunDirectory
+from longtake.sampling.sampler import try_within_memory
 
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
 _LARGE_BYTES = 2**24  # smaller files are read each time, which is as fast as looking up their hash
+_MOST_CAPTIONS = 2**10  # encoded at once
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -313,7 +322,7 @@ def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cach
     codec.to(device)
     if text_reads_pictures(recipe):
         text = _text(recipe, made)
-        text.to(device)
+        place_text(text, device)
     else:
         text = outline_text(text_section(recipe), chosen)
 
@@ -334,21 +343,33 @@ def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cach
 def _load_caption_encoder(
     recipe: Recipe, made: Path, device: torch.device
 ) -> cache_fill.EncodeCaptions:
-    """Return a function that encodes captions: all at once on a GPU, one by one on a CPU.
+    """Return a function that encodes captions: as many at once as fit a GPU, one by one on a CPU.
 
     On a GPU the last bits of an embedding may depend on the captions encoded with it.
     """
     text = _text(recipe, made)
-    text.to(device)
+    place_text(text, device)
+    at_once = _MOST_CAPTIONS if device.type == "cuda" else 1
 
     def encode(captions: Sequence[str]) -> list[dict[str, Tensor]]:
-        at_once = len(captions) if device.type == "cuda" else 1
-        encoded = []
-        for start in range(0, len(captions), max(1, at_once)):
-            some = captions[start : start + at_once]
-            found = {name: each.cpu() for name, each in text.encode(some).items()}
-            rows = range(len(some))
-            encoded += [{name: each[row] for name, each in found.items()} for row in rows]
+        nonlocal at_once
+        encoded = list[dict[str, Tensor]]()
+        while len(encoded) < len(captions):
+            some = captions[len(encoded) : len(encoded) + at_once]
+            found = try_within_memory(text.encode, some)
+            if found is None:
+                # Tried, not predicted: most captions are shorter than the longest.
+                if len(some) == 1:
+                    raise errors.PlanError(
+                        f"{device} has no memory left for the text encoder to encode one caption. "
+                        "Lower text.max_tokens, or set text.quantize to int8 or nf4."
+                    )
+                at_once = len(some) // 2
+                continue
+            on_host = {name: each.cpu() for name, each in found.items()}
+            encoded += [
+                {name: each[row] for name, each in on_host.items()} for row in range(len(some))
+            ]
         return encoded
 
     return encode

@@ -1,0 +1,51 @@
+"""Memory and time of text encoders that run layer by layer, where a GPU cannot hold them whole."""
+
+from dataclasses import replace
+from functools import partial
+
+from longtake.config import Bucket, Recipe
+from longtake.models.base import family
+from longtake.models.conditioning import picture_sizes
+from longtake.models.streamed import layer_lists
+from longtake.models.text import TextEncoder, encodes_by_layer
+from longtake.planner.block_weights import blocks_with
+from longtake.planner.devices import DeviceBudget
+from longtake.planner.fake_tensors import CachedFakeMode
+from longtake.planner.trace import InferenceTrace, trace_inference
+
+_SHARE_OF_PAGEABLE = 1 / 3
+"""Share of the rate of page-locked copies that copies of other memory reach: the driver copies it
+to memory of its own first (NVIDIA's bandwidthTest measures 6 to 12 of 24 to 26 GB/s)."""
+
+
+def text_that_fits(
+    mode: CachedFakeMode,
+    recipe: Recipe,
+    text: TextEncoder,
+    bucket: Bucket,
+    device: DeviceBudget,
+    whole: InferenceTrace,
+) -> InferenceTrace:
+    """Return the trace of encoding a caption as a launch does it: whole, or layer by layer.
+
+    Args:
+        mode: active fake mode of the encoders' weights.
+        recipe: recipe with a cache, so that the encoders have the device to themselves.
+        text: the text encoders.
+        bucket: shape of the clips, for encoders that read pictures.
+        device: device that is planned for.
+        whole: trace with all weights on the device.
+    """
+    budget, layers = (
+        device.budget_bytes,
+        [layer for module in text.modules() for row in layer_lists(module) for layer in row],
+    )
+    if budget is None or device.target != "cuda" or not layers:
+        return whole
+    if not encodes_by_layer(whole.weight_bytes, budget):
+        return whole
+    run = partial(text.run_longest, picture_sizes(family(recipe.model.family), recipe, bucket))
+    slower = replace(device, host_bandwidth=device.host_bandwidth * _SHARE_OF_PAGEABLE)
+    with blocks_with(["stream"] * len(layers), layers, mode) as streamed:
+        trace = trace_inference(mode, text.modules(), run, slower, streamed)
+    return replace(trace, how="layer by layer")
