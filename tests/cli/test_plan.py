@@ -257,12 +257,14 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
         "data.buckets=[{num_frames=1, height=64, width=64}, {num_frames=1, height=96, width=32}]"
     )
     changes = ("training.global_batch_size=2", shapes)
-    for catalog, warnings in (
-        (pairs / "few.parquet", ["stage all: no clip is for 1 frame of 32x96"]),
-        ("none.parquet", []),
+    for catalog, warnings, num_clips in (
+        (pairs / "few.parquet", ["stage all: no clip is for 1 frame of 32x96"], 16),
+        ("none.parquet", [], None),
     ):
         options = change_options(*changes, f"data.catalog={catalog}")
-        assert call_json("plan", _TINY_FLUX, *options)["data_warnings"] == warnings
+        facts = call_json("plan", _TINY_FLUX, *options)
+        assert facts["data_warnings"] == warnings
+        assert (facts["cache"] and facts["cache"]["clips"]) == num_clips
 
 
 def test_what_training_refuses_ends_a_plan(

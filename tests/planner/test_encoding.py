@@ -16,6 +16,9 @@ from longtake.models.codec import build_codec, outline_codec
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget
 from longtake.planner.encoding import (
     TILES,
+    CacheForecast,
+    CacheRates,
+    cache_forecast,
     clip_trace,
     encode_clip,
     make_encoders_fake,
@@ -155,3 +158,16 @@ def test_tiles_take_the_memory_that_is_predicted(name: str) -> None:
         codec.encode(video)
     predicted = expected.activation_bytes - video.nbytes
     assert memory.peak_bytes == pytest.approx(predicted, rel=1e-3)
+
+
+def test_a_cache_grows_with_clips_windows_and_pixels() -> None:
+    recipe = _recipe(*_WAN_480, "data.windows=3", "data.flip=0.5")
+    rates = CacheRates(81 * 480 * 832, 2.0, 1000, 0.5, 100)
+    whole, half = _WAN_480[1], Bucket(num_frames=81, height=240, width=832)
+    found = cache_forecast(rates, {whole: 10, half: 4}, recipe.data, num_ranks=2)
+    assert found == CacheForecast(
+        num_windows=6 * 14,
+        num_clips=14,
+        seconds=(6 * 12 * 2.0 + 14 * 0.5) / 2,
+        num_bytes=6 * 12 * 1000 + 14 * 100,
+    )

@@ -9,6 +9,7 @@ from longtake.planner.record import blocks_by_option
 
 if TYPE_CHECKING:
     from longtake.planner.cost import RunCost, StageCost
+    from longtake.planner.encoding import CacheForecast
     from longtake.planner.forecast import Forecast, PhaseForecast
     from longtake.planner.mesh import MeshForecast
     from longtake.planner.record import PolicyForecast
@@ -79,6 +80,7 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "warnings": list(report.warnings),
         "encode_ahead": ahead and {"gib": _gib(ahead.num_bytes), "is_chosen": ahead.is_chosen},
         "mesh": report.mesh and _mesh(report.mesh),
+        "cache": report.cache and _cache(report.cache),
     }
     return facts if report.cost is None else facts | {"cost": _cost(report.cost)}
 
@@ -114,6 +116,15 @@ def _best(known: "Forecast") -> dict[str, Any] | None:
         "predicted_gib": _gib(best.predicted_bytes - away),
         "traced_gib": _gib(best.traced.peak_bytes - away),
         "overhead_with_another_gib": round(best.overhead_with_another_gib, 4),
+    }
+
+
+def _cache(cache: "CacheForecast") -> dict[str, Any]:
+    return {
+        "clips": cache.num_clips,
+        "windows": cache.num_windows,
+        "seconds": _digits(cache.seconds, 3),
+        "gib": _gib(cache.num_bytes),
     }
 
 

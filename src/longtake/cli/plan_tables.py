@@ -15,6 +15,7 @@ from longtake.formatting import (
     format_short_duration,
     format_size,
     format_time,
+    plural,
 )
 from longtake.planner.record import blocks_by_option
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
@@ -323,6 +324,13 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
             f"[red]No clip can be encoded[/red] in this memory{how}: {needed} are needed. Train "
             'smaller clips, set codec.dtype = "bf16", or fill the cache on a larger GPU by '
             "`longtake data cache`."
+        )
+    if (cache := report.cache) is not None:
+        yield (
+            f"Filling the cache of {plural(cache.num_clips, 'clip')}, in "
+            f"{plural(cache.num_windows, 'window')} at most, takes about "
+            f"{format_duration(cache.seconds)} of encoding and {format_size(cache.num_bytes)} of "
+            "disk."
         )
     if (ahead := report.ahead) is not None:
         size = "an unknown amount" if ahead.num_bytes is None else format_size(ahead.num_bytes)

@@ -360,6 +360,23 @@ class _Reading(NamedTuple):
 
 def _rows(plan: Plan) -> Iterator[_Row]:
     """Yield every clip of a data plan once for each shape in which it is trained."""
+    for catalog, shape, rows, sources in _rows_by_shape(plan):
+        for row in rows:
+            yield _Row(catalog, shape, int(row), sources)
+
+
+def count_clips(plan: Plan) -> dict[Bucket, int]:
+    """Count the clips of a data plan by the shape in which a cache holds them."""
+    counts = Counter[Bucket]()
+    for _, shape, rows, _ in _rows_by_shape(plan):
+        counts[shape] += len(rows)
+    return dict(counts)
+
+
+def _rows_by_shape(
+    plan: Plan,
+) -> Iterator[tuple[Catalog, Bucket, NDArray[np.uint32], tuple[str, ...]]]:
+    """Yield the rows of each catalog that are trained in each shape, and the catalog's sources."""
     # Collected by catalog and shape: stages and streams often train the same clips.
     rows: dict[tuple[int, Bucket], list[NDArray[np.uint32]]] = {}
     catalogs, sources = {}, dict[int, dict[str, None]]()
@@ -372,8 +389,8 @@ def _rows(plan: Plan) -> Iterator[_Row]:
                 rows.setdefault((id(part.catalog), shape), []).append(mine)
     for (catalog, shape), found in rows.items():
         # The order is the same in all processes, which divide the rows by their places.
-        for row in np.unique(np.concatenate(found)):
-            yield _Row(catalogs[catalog], shape, int(row), tuple(sources[catalog]))
+        unique = np.unique(np.concatenate(found))
+        yield catalogs[catalog], shape, unique, tuple(sources[catalog])
 
 
 def _captions(plan: Plan, cache: Cache) -> list[str]:

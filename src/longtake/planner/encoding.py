@@ -1,12 +1,14 @@
 """Predicts memory and time of the codec and text encoders, alone and while the model trains."""
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from longtake.config import Bucket, Recipe
+from longtake.config import Bucket, DataSection, Recipe
 from longtake.models.base import Family, family, latent_shape
 from longtake.models.codec import Codec, outline_codec
 from longtake.models.components import Components, text_section
@@ -204,6 +206,72 @@ def encode_clip(codec: Codec, bucket: Bucket) -> Tensor:
 
 def decode_video(codec: Codec, bucket: Bucket) -> Tensor:
     return codec.decode(torch.empty(1, *latent_shape(codec, bucket)))
+
+
+@dataclass(frozen=True)
+class CacheRates:
+    """Predicted seconds and bytes of what a cache holds of one clip of the largest shape."""
+
+    num_pixels: int  # of the shape, with which both grow
+    window_seconds: float  # of one window, and of further inputs that the codec encodes
+    window_bytes: int
+    caption_seconds: float
+    caption_bytes: int  # of a caption of the greatest length, and of further inputs
+
+
+@dataclass(frozen=True)
+class CacheForecast:
+    """Predicted time and size of a recipe's cache, for the clips of its catalogs."""
+
+    num_windows: int  # at most: shorter clips have fewer
+    num_clips: int
+    seconds: float  # of all processes together
+    num_bytes: int
+
+
+def cache_rates(
+    recipe: Recipe, components: Components, bucket: Bucket, seconds: Mapping[str, float]
+) -> CacheRates | None:
+    """Predict what a cache holds of a clip; None for a recipe without a cache.
+
+    Args:
+        recipe: recipe to train.
+        components: its parts on the meta device.
+        bucket: largest shape of its clips.
+        seconds: predicted seconds of the phases `text` and `encode`, where they are known.
+    """
+    if recipe.data.cache is None:
+        return None
+    in_bf16 = recipe.data.cache_dtype == "bf16"
+    # Packs hold numbers in bf16 where that is exact.
+    width = 2 if in_bf16 or recipe.text.kept_in() == "bf16" else 4
+    inputs = outline_conditioning(components, recipe, bucket).values()
+    num_encoded = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
+    return CacheRates(
+        bucket.num_pixels,
+        num_encoded * seconds.get("encode", 0.0),
+        math.prod(latent_shape(components.codec, bucket)) * (2 if in_bf16 else 4),
+        seconds.get("text", 0.0),
+        sum(each.numel() * min(width, each.itemsize) for each in inputs),
+    )
+
+
+def cache_forecast(
+    rates: CacheRates, counts: Mapping[Bucket, int], data: DataSection, num_ranks: int
+) -> CacheForecast:
+    """Predict time and size of a cache with so many clips of each shape, filled by all ranks."""
+    per_clip = (data.windows or 1) * (2 if 0 < data.flip < 1 else 1)
+    num_clips = sum(counts.values())
+    # In clips of the largest shape.
+    windows = sum(
+        per_clip * count * bucket.num_pixels / rates.num_pixels for bucket, count in counts.items()
+    )
+    return CacheForecast(
+        per_clip * num_clips,
+        num_clips,
+        (windows * rates.window_seconds + num_clips * rates.caption_seconds) / num_ranks,
+        round(windows * rates.window_bytes) + num_clips * rates.caption_bytes,
+    )
 
 
 def ahead_bytes(

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pydantic import TypeAdapter
 
 from longtake.config import Recipe
+from longtake.data.cache_fill import count_clips
 from longtake.data.checks import review_catalogs
 from longtake.data.plan import Plan
 from longtake.data.stages import StagePosition
@@ -15,6 +16,7 @@ from longtake.planner import plan_cache
 from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.cost import RunCost
 from longtake.planner.devices import DeviceBudget
+from longtake.planner.encoding import CacheForecast, CacheRates, cache_forecast, cache_rates
 from longtake.planner.forecast import (
     EncodingAhead,
     Forecast,
@@ -62,6 +64,7 @@ class TracedFacts:
     ahead: EncodingAhead | None  # None: no encoders work in a step
     policy_problem: str | None  # reason for which training would refuse the recipe's policy
     warnings: Sequence[str]  # of the model
+    cache_rates: CacheRates | None  # None: there is no cache
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class PlanReport(TracedFacts):
     named_policy: str | None  # of the recipe; None: the plan chooses
     data_warnings: Sequence[str]
     refusal: str | None  # reason for which training would refuse the data
+    cache: CacheForecast | None = None  # None: there is no cache, or no catalog yet
     cost: RunCost | None = None  # of the whole run, if requested
 
     @property
@@ -137,9 +141,12 @@ def make_report(
         step = step_of_facts(found.step, recipe, device)
         known = Forecast(**vars(known), step=step)
     data_plan, data_warnings, refusal = review_catalogs(recipe)
-    policy = recipe.recompute.policy
+    policy, rates, cache = recipe.recompute.policy, found.traced.cache_rates, None
+    if rates is not None and data_plan is not None:
+        cache = cache_forecast(rates, count_clips(data_plan), recipe.data, world_size)
     return PlanReport(
         **vars(found.traced),
+        cache=cache,
         known=known,
         stages=list(_stages(known, data_plan)),
         start=stored_start(known.step),
@@ -193,6 +200,9 @@ def _trace_more(known: Forecast, links: Links) -> TracedFacts:
         ahead=ahead,
         policy_problem=str(does_not_fit(known)) if is_short else None,
         warnings=review_model(step.components, recipe),
+        cache_rates=cache_rates(
+            recipe, step.components, step.batch.bucket, {each.name: each.seconds for each in phases}
+        ),
     )
 
 
