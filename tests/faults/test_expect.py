@@ -1,12 +1,15 @@
 """A drill can fail: whatever a run does wrong, its evidence says."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 
+from longtake.faults import health, numerics
 from longtake.faults.data import flip
 from longtake.faults.expect import (
     Evidence,
@@ -19,6 +22,8 @@ from longtake.faults.expect import (
     steps_given_up,
     steps_skipped,
 )
+from longtake.faults.faulty_processes import CLOCK_FILE
+from longtake.faults.health import expect_clock_event
 from longtake.faults.sandbox import (
     BATCH_SIZE,
     STEPS_PER_EPOCH,
@@ -26,7 +31,9 @@ from longtake.faults.sandbox import (
     TrainingProcess,
     TrainingSite,
 )
+from longtake.fsio import now
 from longtake.node_dir import this_node
+from longtake.run_dir import RolledBack
 
 _RECORD_BYTES = 16
 _NOWHERE = TrainingSite(Path())
@@ -130,6 +137,18 @@ def test_the_last_bit_of_one_loss_is_a_complaint(trained: TrainingSite, site: Tr
     assert evidence.outcome()["equal_to_undisturbed"] is False
 
 
+@pytest.mark.parametrize(("share", "is_near"), [(1.0005, True), (1.0015, False)])
+def test_losses_may_differ_by_a_thousandth_where_sums_round_differently(
+    trained: TrainingSite, site: TrainingSite, share: float, is_near: bool
+) -> None:
+    rows: list[Any] = list(site.run.metrics())
+    rows[6]["loss"] *= share
+    _write_rows(site, rows)
+    evidence = Evidence(site, lambda: trained)
+    assert evidence.expect_near() == pytest.approx(share - 1)
+    assert (evidence.complaints == []) is is_near
+
+
 @pytest.mark.parametrize("name", ["model", "ema/main", "optimizer"])
 def test_one_bit_of_what_was_saved_is_a_complaint(
     trained: TrainingSite, site: TrainingSite, name: str
@@ -213,6 +232,44 @@ def test_a_run_must_recover_from_its_newest_checkpoint_in_time() -> None:
     ]
     good.expect_recovered(Recovery(ObservedEvent({"step": 10}, 0.0), 10, 3.0))
     assert (good.complaints, good.detected_seconds) == ([], 3.0)
+
+
+def test_a_wrong_clock_must_be_reported_in_time(site: TrainingSite) -> None:
+    (site.folder / CLOCK_FILE).write_text(json.dumps({"at": 100.0}))
+    evidence = Evidence(site, lambda: site)
+    found = ObservedEvent({"message": "It was set back."}, 102.0)
+    expect_clock_event(evidence, found, "clock_stepped", within=3.0)
+    assert (evidence.complaints, evidence.detected_seconds) == ([], 2.0)
+    expect_clock_event(evidence, found, "clock_stepped", within=1.0)
+    assert evidence.complaints == ["it was reported after 2.0 s, not within 1"]
+
+
+def test_a_rollback_to_after_the_fault_is_a_complaint(site: TrainingSite) -> None:
+    back = RolledBack(
+        time=now(), from_step=40, to_step=30, skipped=[20, 21], reason="spike", message=""
+    )
+    site.run.append_rollback(back)
+    evidence = Evidence(site, lambda: site)
+    numerics._expect_rollback(evidence, 20, "spike", 0)
+    assert "it rolled back to step 30, and it began in 20" in evidence.complaints
+    assert not any("it excludes batches" in each for each in evidence.complaints)
+
+
+def test_a_drill_of_the_clock_compares_with_the_undisturbed_run(
+    trained: TrainingSite, site: TrainingSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All is as it should be, but one loss is not."""
+    rows: list[Any] = list(site.run.metrics())
+    rows[6]["loss"] *= 2
+    _write_rows(site, rows)
+    process = MagicMock(output="Rank 1 of 2: the clock was set back by 2.500 s")
+    for name in ("_watcher_with_wrong_clock", "os"):
+        monkeypatch.setattr(health, name, MagicMock())
+    monkeypatch.setattr(health, "launch_with_hang", lambda *_, **__: nullcontext(process))
+    monkeypatch.setattr(health, "expect_rank_named", lambda *_: process.output)
+    evidence = Evidence(site, lambda: trained)
+    health.clock_step_during_collective(site, evidence)
+    assert evidence.complaints == ["a loss differs by 1.0e+00 from the undisturbed"]
 
 
 def test_a_lost_rank_must_be_named(tmp_path: Path) -> None:

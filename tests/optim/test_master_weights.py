@@ -68,6 +68,12 @@ def test_fp32_weights_move_as_with_torch(
         _assert_equal(list(ours.state[one].values()), list(torchs.state[other].values()))
 
 
+def test_weights_are_updated_together_while_their_fp32_gradients_take_256_mib() -> None:
+    large, small = (torch.empty(2**power, device="meta") for power in (27, 25))
+    batches = master_weights.in_batches([large, small, small, small])
+    assert [len(batch) for batch in batches] == [1, 2, 1]
+
+
 def test_two_ranks_update_as_one(run_on_two_ranks: Callable[..., None]) -> None:
     run_on_two_ranks(__file__)
 

@@ -193,6 +193,12 @@ def test_it_ends_with_a_run_that_is_deleted(run: RunDirectory) -> None:
     assert not run.path.exists()
 
 
+def test_whose_follower_it_is_has_to_be_said(tmp_path: Path) -> None:
+    """A trainer's keeps the lease while the training runs, and an evaluator's gives way."""
+    with pytest.raises(SystemExit):
+        follower.main([str(tmp_path)])
+
+
 def test_one_that_cannot_end_its_writing_gives_the_lease_to_no_other_while_it_lives(
     run: RunDirectory, tmp_path: Path
 ) -> None:

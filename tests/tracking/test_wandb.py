@@ -3,12 +3,14 @@
 import json
 import os
 import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import wandb
 from tests.build import wait_until
 from tests.tracking.build import add_result, add_steps, cursor, scalars
 
@@ -18,7 +20,7 @@ from longtake.lease import history
 from longtake.run_dir import RunDirectory
 from longtake.tracking.follower import Follower
 from longtake.tracking.reader import Cursor
-from longtake.tracking.wandb import WandbFile, missing_key
+from longtake.tracking.wandb import Wandb, WandbFile, missing_key, run_id_of
 
 _OFFLINE = TrackingSection(wandb="offline")
 _ONLINE = TrackingSection(wandb="online")
@@ -97,6 +99,23 @@ def test_a_training_and_an_evaluator_write_one_run(
     (kept,) = run.path.glob(f"wandb/*run-*/files/{video['path']}")
     result = run.evaluation_path("demo", 12) / "00_s0.mp4"
     assert kept.read_bytes() == result.read_bytes()
+
+
+def test_two_segments_of_one_second_have_folders_of_their_own(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.strftime(f"offline-run-%Y%m%d_%H%M%S-{run_id_of(run)}")
+    (run.path / "wandb" / now).mkdir(parents=True)
+    begun = list[str]()
+
+    def begin(**_: object) -> None:
+        begun.append(time.strftime(f"offline-run-%Y%m%d_%H%M%S-{run_id_of(run)}"))
+        raise ConnectionError
+
+    monkeypatch.setattr(wandb, "init", begin)
+    with pytest.raises(ConnectionError):
+        Wandb(run, _OFFLINE).open(1)
+    assert begun > [now]
 
 
 @pytest.mark.usefixtures("unreachable")
