@@ -402,9 +402,11 @@ class _Tests:
     def _tests_for(self, number: int, path: str) -> list[str]:
         own = {Path(path).parts[0].removesuffix(".py"), f"test_{Path(path).name}"}
         reaching, files = self._reaching(number)
-        if reaching and reaching <= {""}:  # when a module is imported
-            files = {each.partition("::")[0] for each in self._seconds}
-            files = {each for each in files if own & set(Path(each).parts)}
+        # When a module is imported: any test of its package may notice it, besides those that
+        # import it themselves, in a process of their own.
+        if "" in reaching:
+            others = {each.partition("::")[0] for each in self._seconds}
+            files |= {each for each in others if own & set(Path(each).parts)}
         candidates = [
             test for test in self._seconds if test in reaching or test.partition("::")[0] in files
         ]

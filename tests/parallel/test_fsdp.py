@@ -49,6 +49,13 @@ def test_gradients_are_clipped_to_a_norm(max_norm: float) -> None:
     model.weight.grad = torch.tensor([[3.0, 4.0]])
     clip_gradients(model, 5.0, max_norm)
     assert model.weight.grad.norm().item() == pytest.approx(min(5.0, max_norm), rel=1e-4)
+    # Tiny ones too as by torch, which adds to the norm.
+    tiny = torch.tensor([[3e-6, 4e-6]])
+    model.weight.grad = tiny.clone()
+    torch.nn.utils.clip_grad_norm_(model.weight, max_norm * 1e-6)
+    expected, model.weight.grad = model.weight.grad, tiny
+    clip_gradients(model, 5e-6, max_norm * 1e-6)
+    torch.testing.assert_close(model.weight.grad, expected, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("dtypes", [("bfloat16",) * 3, ("bfloat16", "float32", "bfloat16")])

@@ -539,7 +539,10 @@ def test_a_negative_prompt_without_effect_is_refused(
         _sample(_flux_sampler(), asked, guidance_scale=4.0, negative_prompt="red")
 
 
-def test_a_gpu_that_is_not_there_is_refused(tiny_run: Path) -> None:
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_loaded(
+    tiny_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("longtake.sampling.sampler.assemble")
     number = torch.cuda.device_count()
     with pytest.raises(RecipeError, match=f"no GPU cuda:{number}: this machine has {number}"):
         SamplerLoader(RunDirectory(tiny_run), f"cuda:{number}")
