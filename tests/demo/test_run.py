@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -207,11 +206,15 @@ def test_each_checkpoint_is_sampled_beside_the_training(
 
 
 @pytest.mark.parametrize("has_ended", [True, False])
-def test_one_is_told_what_is_waited_for(tmp_path: Path, has_ended: bool) -> None:
+def test_one_is_told_what_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_ended: bool
+) -> None:
     """The evaluation server may still sample; one that has ended is not waited for."""
     with subprocess.Popen(["/bin/cat"], stdin=subprocess.PIPE) as server:
-        threading.Timer(0.0 if has_ended else 0.5, lambda: not_none(server.stdin).close()).start()
+        end = not_none(server.stdin).close
+        monkeypatch.setattr("time.sleep", lambda _: end())
         if has_ended:
+            end()
             server.wait()
         console = Console(file=io.StringIO())
         demo.EvaluationProcess(tmp_path / "log", server).finish(console)
