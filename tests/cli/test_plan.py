@@ -14,6 +14,7 @@ from tests.build import change_options
 from tests.cli.conftest import Call, CallJson, Refuse
 
 from longtake import config
+from longtake.cli.plan_tables import _number
 from longtake.config import Recipe
 from longtake.models.components import outline
 from longtake.models.trainable import lora_state
@@ -174,6 +175,10 @@ def test_the_table_can_be_read(plan: Call) -> None:
     assert "transformer_blocks." in out.split(heading)[1]
     assert "Gradient reaches 40 of 40 trainable parameters." in lines
     assert max(len(line.rstrip()) for line in lines if line.startswith(" ")) <= 100
+
+
+def test_a_thousand_millions_of_parameters_are_one_billion() -> None:
+    assert [_number(count) for count in (999_990_000, 10**9)] == ["999.99 M", "1.00 B"]
 
 
 def test_what_does_not_fit_exits_1_with_what_would_help(small: WriteRecipe, plan: Call) -> None:
