@@ -21,6 +21,7 @@ from longtake.models.codec import (
     use_channels_last,
 )
 from longtake.models.flux import Flux
+from longtake.models.ltx2 import LTX2
 from longtake.models.wan import Wan
 
 _PARTS = {"video": Wan.frozen.codec, "image": Flux.frozen.codec}
@@ -374,8 +375,9 @@ def test_tiles_are_named_or_those_that_the_run_has_kept(tmp_path: Path) -> None:
 
 
 def test_tiles_are_refused_where_there_are_none() -> None:
-    images = _section("image").model_copy(update={"encode_tile": 64})
-    with pytest.raises(RecipeError, match="encode_tile is 64, but an AutoencoderKL is encoded"):
-        build_codec(images, _PARTS["image"])
+    config = {"encoder_causal": False, "block_out_channels": (8, 8, 8, 8)}
+    of_both_ways = CodecSection(kind="autoencoder", encode_tile=64, config=config)
+    with pytest.raises(RecipeError, match="encode_tile is 64, but this AutoencoderKLLTX2Video"):
+        outline_codec(of_both_ways, LTX2.frozen.codec)
     with pytest.raises(RecipeError, match="encode_tile is set, but it would not be used"):
         build_codec(CodecSection(encode_tile=64), _PARTS["video"])

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longtake.models.tiled_encoding import Reach, cuts, encode_tiles, halves_of
+from longtake.models.cuts import Reach, cuts
+from longtake.models.tiled_encoding import encode_tiles, halves_of
 
 _WAN: dict[str, Any] = {
     "base_dim": 4,
@@ -41,6 +42,22 @@ _AUTOENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
         "AutoencoderKLHunyuanVideo15",
         _HUNYUAN | {"block_out_channels": (4, 8, 8, 8), "temporal_compression_ratio": 4},
     ),
+    "ltx2": (
+        "AutoencoderKLLTX2Video",
+        {
+            "latent_channels": 4,
+            "block_out_channels": (8, 8, 16),
+            "decoder_block_out_channels": (4, 4, 8),
+            "layers_per_block": (1, 2, 1, 1),
+            "decoder_layers_per_block": (1, 1, 1, 1),
+            "spatio_temporal_scaling": (True, True, True),
+            "decoder_spatio_temporal_scaling": (True, True, True),
+            "downsample_type": ("spatial", "temporal", "spatiotemporal"),
+            "patch_size": 2,
+            "spatial_compression_ratio": 8,
+            "temporal_compression_ratio": 4,
+        },
+    ),
 }  # fmt: skip
 _OF_ALL = pytest.mark.parametrize("name", _AUTOENCODERS)
 
@@ -65,8 +82,9 @@ def test_tiles_and_chunks_give_the_latents_of_the_whole_clip(
 ) -> None:
     """Within 1e-5 of the largest: odd numbers of latents, one row, one frame, one tile."""
     autoencoder = _made(name)
-    patch = autoencoder.config.get("patch_size") or 1
-    step = patch * halves_of(autoencoder).reach.stride
+    halves = halves_of(autoencoder)
+    patch = 16 // halves.patched(_pixels(1, 16, 16)).shape[3]
+    step = patch * halves.reach.stride
     pixels = _pixels(num_frames, rows * step, columns * step)
     expected = autoencoder.encode(pixels).latent_dist.parameters
     found = encode_tiles(autoencoder, pixels, tile * step)
@@ -111,3 +129,38 @@ def test_cuts_cover_every_feature_once_and_read_what_it_needs(
         assert cut.kept.start + cut.read.start // stride == start
         assert cut.kept.stop - cut.kept.start == end - start
     assert covered == list(range(features))
+
+
+_PICTURES: dict[str, dict[str, Any]] = {
+    "AutoencoderKL": {
+        "block_out_channels": (4, 8, 8),
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "norm_num_groups": 2,
+        "use_quant_conv": False,
+    },
+    "AutoencoderKLFlux2": {
+        "block_out_channels": (4, 8, 8),
+        "down_block_types": ["DownEncoderBlock2D"] * 3,
+        "up_block_types": ["UpDecoderBlock2D"] * 3,
+        "norm_num_groups": 2,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", _PICTURES)
+@pytest.mark.parametrize(("rows", "columns", "band"), [(7, 5, 4), (5, 9, 3), (1, 3, 1), (6, 6, 99)])
+def test_bands_give_the_latents_of_whole_pictures(
+    kind: str, rows: int, columns: int, band: int
+) -> None:
+    """Brightness differs from row to row, so that no band has the statistics of the whole."""
+    torch.manual_seed(0)
+    autoencoder = getattr(diffusers, kind)(**_PICTURES[kind]).eval().requires_grad_(False)
+    for weight in autoencoder.parameters():  # norms are not the identity
+        if weight.dim() == 1:
+            weight += torch.randn_like(weight) / 4
+    pictures = _pixels(2, 4 * rows, 4 * columns)[0].transpose(0, 1)  # two
+    pictures += torch.linspace(-4, 4, 4 * rows)[:, None]
+    expected = autoencoder.encode(pictures).latent_dist.parameters
+    found = encode_tiles(autoencoder, pictures, band)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()

@@ -485,7 +485,7 @@ def _build(
     codec: Codec = codec_class(autoencoder, where is not None)
     if tile and not codec.can_tile:
         raise RecipeError(
-            f"codec.encode_tile is {tile}, but an {part.class_name} is encoded as a whole only. "
+            f"codec.encode_tile is {tile}, but this {part.class_name} encodes whole clips only. "
             'Leave codec.encode_tile out, or set it to "auto" or 0.'
         )
     codec.encode_tile = tile

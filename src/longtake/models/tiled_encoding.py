@@ -13,36 +13,20 @@ the whole clip up to rounding:
   square of all positions, so the attention is computed frame by frame without one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from longtake.models.banded_encoding import encode_bands
+from longtake.models.cuts import Reach, cuts
+
 _Step = tuple[int, int, int]
 """Kernel size, stride, and rows of padding above, of one layer that moves in rows and columns."""
 _Kept = dict[nn.Module, Tensor]
 """The last frames of each causal convolution's input, by the convolution."""
-
-
-@dataclass(frozen=True)
-class Reach:
-    """The pixels on which a row (or column) of features depends."""
-
-    stride: int  # pixels per row of features
-    before: int  # further pixels above the row's own
-    after: int  # further pixels below them
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One tile's part of the rows, or of the columns."""
-
-    read: slice  # pixels that the tile's layers read
-    kept: slice  # features of the tile that are right, because their pixels were all read
-    place: slice  # where these are in the features of the whole picture
 
 
 class Halves(Protocol):
@@ -63,8 +47,11 @@ class Halves(Protocol):
 
 
 def can_tile(autoencoder: nn.Module) -> bool:
-    """Return whether `encode_tiles` knows the autoencoder's class."""
-    return type(autoencoder).__name__ in _HALVES
+    """Return whether `encode_tiles` knows the autoencoder's class and settings."""
+    name = type(autoencoder).__name__
+    if name == "AutoencoderKLLTX2Video":
+        return _Ltx2.can_chunk(autoencoder)
+    return name in (*_HALVES, *_OF_PICTURES)
 
 
 def halves_of(autoencoder: nn.Module) -> Halves:
@@ -78,13 +65,17 @@ def encode_tiles(autoencoder: nn.Module, pixels: Tensor, tile: int) -> Tensor:
 
     Args:
         autoencoder: an autoencoder for which `can_tile`.
-        pixels: [B, 3, F, H, W] in [-1, 1], in the autoencoder's type.
-        tile: most pixels of a tile in a row and in a column, without those around it that it reads.
+        pixels: [B, 3, F, H, W] in [-1, 1], in the autoencoder's type; of an autoencoder of pictures
+            [B, 3, H, W].
+        tile: most pixels of a tile in a row and in a column, without those around it that it reads;
+            of a picture's band in a column.
 
     Returns:
         Moments [B, 2 C, F', H', W'], equal to those of the autoencoder's own `encode` up to
-        rounding.
+        rounding; of pictures [B, 2 C, H', W'].
     """
+    if type(autoencoder).__name__ in _OF_PICTURES:
+        return encode_bands(autoencoder, pixels, tile)
     halves = halves_of(autoencoder)
     height = pixels.shape[-2]
     pixels = halves.patched(pixels)
@@ -108,21 +99,6 @@ def encode_tiles(autoencoder: nn.Module, pixels: Tensor, tile: int) -> Tensor:
                 del found  # before the next chunk takes its memory
             del run  # and the frames that it keeps, before the next tile
     return halves.end(features)
-
-
-def cuts(size: int, tile: int, reach: Reach) -> Iterator[Cut]:
-    """Divide pixels of a row or column into tiles of nearly equal size, at most `tile` each."""
-    stride = reach.stride
-    num_features = size // stride
-    num_tiles = -(-num_features // max(1, tile // stride))
-    each = -(-num_features // num_tiles)
-    for start in range(0, num_features, each):
-        end = min(start + each, num_features)
-        # A tile begins at whole features, so that strided layers meet the same pixels as always.
-        first = max(0, start * stride - reach.before) // stride
-        last = min(num_features, -(-(end * stride + reach.after) // stride))
-        read = slice(first * stride, last * stride)
-        yield Cut(read, slice(start - first, end - first), slice(start, end))
 
 
 def _reach(steps: Sequence[_Step]) -> Reach:
@@ -234,7 +210,7 @@ class _Hunyuan:
             features = _convolve_padded(self._encoder.conv_in, frames, kept)
             for block in self._encoder.down_blocks:
                 for resnet in block.resnets:
-                    features = _hunyuan_resnet(resnet, features, kept)
+                    features = _run_resnet(resnet, features, kept, _convolve_padded)
                 for downsampler in block.downsamplers or ():
                     features = _hunyuan_downsample(downsampler, features, kept)
             return features
@@ -275,9 +251,11 @@ def _after_kept(convolution: nn.Module, frames: Tensor, num_before: int, kept: _
     return torch.cat([before, frames], dim=2)
 
 
-def _hunyuan_resnet(block: Any, frames: Tensor, kept: _Kept) -> Tensor:
-    inner = _convolve_padded(block.conv1, block.nonlinearity(block.norm1(frames)), kept)
-    inner = _convolve_padded(block.conv2, block.nonlinearity(block.norm2(inner)), kept)
+def _run_resnet(
+    block: Any, frames: Tensor, kept: _Kept, convolve: Callable[[Any, Tensor, _Kept], Tensor]
+) -> Tensor:
+    inner = convolve(block.conv1, block.nonlinearity(block.norm1(frames)), kept)
+    inner = convolve(block.conv2, block.nonlinearity(block.norm2(inner)), kept)
     return inner + (frames if block.conv_shortcut is None else block.conv_shortcut(frames))
 
 
@@ -319,8 +297,83 @@ def attend_by_frames(block: Any, features: Tensor) -> Tensor:
     return result + features
 
 
+class _Ltx2:
+    """Halves of LTX-2's encoder, which repeats the first frame before it."""
+
+    def __init__(self, autoencoder: Any) -> None:
+        self._encoder = autoencoder.encoder
+        self.chunk = 1
+        steps = _steps(self._encoder.conv_in)
+        for block in self._encoder.down_blocks:
+            steps += _steps(block.resnets)
+            for downsampler in block.downsamplers or ():
+                num_frames, rows, _ = downsampler.stride
+                steps += [*_steps(downsampler), (rows, rows, 0)]
+                self.chunk *= num_frames
+        self.reach = _reach(steps)
+
+    @staticmethod
+    def can_chunk(autoencoder: Any) -> bool:
+        """Return whether frames depend on earlier ones only, and are halved in pairs."""
+        config, encoder = autoencoder.config, autoencoder.encoder
+        kinds = {"spatial", "temporal", "spatiotemporal"}
+        return (
+            encoder.is_causal and encoder.patch_size_t == 1 and kinds >= {*config.downsample_type}
+        )
+
+    def patched(self, pixels: Tensor) -> Tensor:
+        size = self._encoder.patch_size
+        return _merged(pixels, (1, size, size), order=(0, 1, 3, 7, 5, 2, 4, 6))
+
+    def begin(self) -> Callable[[Tensor], Tensor]:
+        kept: _Kept = {}
+
+        def run(frames: Tensor) -> Tensor:
+            features = _convolve_own(self._encoder.conv_in, frames, kept)
+            for block in self._encoder.down_blocks:
+                for resnet in block.resnets:
+                    features = _run_resnet(resnet, features, kept, _convolve_own)
+                for downsampler in block.downsamplers or ():
+                    features = _ltx2_downsample(downsampler, features, kept)
+            return features
+
+        return run
+
+    def end(self, chunks: Sequence[Tensor]) -> Tensor:
+        encoder = self._encoder
+        features = encoder.mid_block(torch.cat(list(chunks), dim=2), causal=True)
+        moments = encoder.conv_out(encoder.conv_act(encoder.norm_out(features)), causal=True)
+        # One variance for all channels.
+        return torch.cat([moments, moments[:, -1:].expand(-1, moments.shape[1] - 2, -1, -1, -1)], 1)
+
+
+def _convolve_own(convolution: Any, frames: Tensor, kept: _Kept) -> Tensor:
+    """Convolve a chunk after the frames that were kept, by a convolution that pads in space."""
+    return convolution.conv(_after_kept(convolution, frames, convolution.kernel_size[0] - 1, kept))
+
+
+def _ltx2_downsample(block: Any, frames: Tensor, kept: _Kept) -> Tensor:
+    if block.conv not in kept:  # the first frame, which is repeated to be merged
+        frames = torch.cat([frames[:, :, : block.stride[0] - 1], frames], dim=2)
+    merged: Any = _merged(frames, block.stride)
+    shortcut = merged.unflatten(1, (-1, block.group_size)).mean(dim=2)
+    return _merged(_convolve_own(block.conv, frames, kept), block.stride) + shortcut
+
+
+def _merged(
+    frames: Any, stride: Sequence[int], order: Sequence[int] = (0, 1, 3, 5, 7, 2, 4, 6)
+) -> Tensor:
+    """Make channels of the frames, rows and columns of each stride, in this order."""
+    for dim in (4, 3, 2):
+        frames = frames.unflatten(dim, (-1, stride[dim - 2]))
+    return frames.permute(*order).flatten(1, 4)
+
+
 _HALVES: dict[str, Callable[[Any], Halves]] = {
     "AutoencoderKLWan": _Wan,
     "AutoencoderKLQwenImage": _Wan,
     "AutoencoderKLHunyuanVideo15": _Hunyuan,
+    "AutoencoderKLLTX2Video": _Ltx2,
 }
+_OF_PICTURES = ("AutoencoderKL", "AutoencoderKLFlux2")
+"""Autoencoders whose group norms join all positions of a picture."""
