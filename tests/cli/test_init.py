@@ -136,8 +136,8 @@ def test_the_largest_shape_that_fits_is_chosen() -> None:
     assert init.choose_shape(template, None) == template.shapes[-1]
     assert init.choose_shape(template, "15.9GiB") == template.shapes[-2]
     assert init.choose_shape(template, "192GiB") == template.shapes[-1]
-    with pytest.raises(RecipeError, match=r"needs 12 GiB for its smallest shape.* is 8GiB"):
-        init.choose_shape(template, "8GiB")
+    with pytest.raises(RecipeError, match=r"needs 8 GiB for its smallest shape.* is 6GiB"):
+        init.choose_shape(template, "6GiB")
 
 
 def test_strings_of_the_user_stay_strings() -> None:
@@ -294,6 +294,26 @@ def test_a_release_needs_no_family(
     assert (recipe.model.pretrained, recipe.flow.shift) == (release, "release")
     assert ("mu 0.5 at 256 and 2.05 at 4096 tokens" in text) == bool(recipe.text.pooled)
     assert not any(line.endswith(" ") for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("memory", "bucket", "quantize"),
+    [("12GiB", (33, 480, 832), "auto"), ("24GiB", (81, 480, 832), "none")],
+)
+def test_a_small_gpu_gets_a_smaller_shape_and_weights_in_fewer_bits(
+    memory: str, bucket: tuple[int, int, int], quantize: str, tmp_path: Path
+) -> None:
+    """By a release and by a template; the computer's RAM is written as what may be pinned of it."""
+    release = _release(tmp_path / "a release", _WAN_I2V)
+    for arguments in ([release], ["--family", "wan", "--size", "14b"]):
+        out = tmp_path / f"{len(arguments)}.toml"
+        options = ["--memory", memory, "--host-memory", "32GiB"]
+        _, recipe = _init(out, *arguments, *options)
+        (shape,) = recipe.data.buckets
+        assert (shape.num_frames, shape.height, shape.width) == bucket
+        assert recipe.model.quantize == quantize
+        assert recipe.recompute.memory == memory
+        assert recipe.recompute.host_memory == "19.2GiB"
 
 
 def test_a_shipped_release_has_its_template(tmp_path: Path) -> None:

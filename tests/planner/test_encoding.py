@@ -26,7 +26,13 @@ from longtake.planner.encoding import (
     with_tile_ahead,
 )
 from longtake.planner.fake_tensors import CachedFakeMode
-from longtake.planner.forecast import Forecast, encoding_ahead, forecast, forecast_phases
+from longtake.planner.forecast import (
+    Forecast,
+    PhaseForecast,
+    encoding_ahead,
+    forecast,
+    forecast_phases,
+)
 from longtake.planner.memory import outline_step
 from longtake.planner.profiler import measured
 from longtake.planner.trace import InferenceTrace
@@ -171,3 +177,20 @@ def test_a_cache_grows_with_clips_windows_and_pixels() -> None:
         seconds=(6 * 12 * 2.0 + 14 * 0.5) / 2,
         num_bytes=6 * 12 * 1000 + 14 * 100,
     )
+
+
+@pytest.mark.usefixtures("few_words")
+def test_a_video_without_room_is_decoded_in_tiles(small_recipe: Callable[..., Recipe]) -> None:
+    """As a sampler does it; what it then takes is less."""
+    bucket = "data.buckets=[{num_frames=5, height=512, width=512}]"
+    recipe = small_recipe(*TINY_WAN, bucket, "data.cache=cache", "data.windows=1")
+
+    def decoding(memory_bytes: int | None) -> PhaseForecast:
+        step = outline_step(recipe, replace(CPU, target="cuda", memory_bytes=memory_bytes))
+        return next(each for each in forecast_phases(step) if each.name == "decode")
+
+    whole = decoding(None)
+    assert decoding(whole.peak_bytes) == replace(whole, fits=True)
+    tiled = decoding(whole.peak_bytes - 1)
+    assert (tiled.how, tiled.fits) == ("in tiles", True)
+    assert tiled.peak_bytes < whole.peak_bytes

@@ -20,6 +20,9 @@ from longtake.formatting import did_you_mean, printable
 from longtake.models import recognition, release_checks, releases
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
+_SMALL_GIB = 20
+"""Below so much GPU memory a release gets the smaller shape of its kind, and any recipe of LoRA
+frozen weights in fewer bits where the plan needs them."""
 _MODULE = "examples.modules.pose_adapter"
 """Name of the module that some templates import; a clone of longtake has it, recipes/ has a
 copy."""
@@ -152,8 +155,8 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         "release.toml.j2",
         f"{kind.title}: {what}",
         release,
-        # 0 GiB: no plan of this release was made, so that --memory refuses no shape.
-        (Shape(0, *kind.size),),
+        # From 0 GiB on: no plan of this release was made, so that --memory refuses no shape.
+        (Shape(0, *kind.small_size), Shape(_SMALL_GIB, *kind.size)),
         kind.fps,
         needed,
         tuple(name for name in taken if name not in needed),
@@ -192,6 +195,7 @@ def render_recipe(
     recipe: Path,
     buckets: tuple[Bucket, ...] | None = None,
     module: str = _MODULE,
+    host_memory: str | None = None,
 ) -> str:
     """Return the text of a recipe made from a template.
 
@@ -202,6 +206,7 @@ def render_recipe(
         recipe: where the text will be written; names the run.
         buckets: buckets to use instead of the template's.
         module: path of the module, for a template that names one.
+        host_memory: RAM of the computer, such as "32GiB"; None: that of the computer it runs on.
 
     Raises:
         RecipeError: the memory is too small, or a path cannot stand in a recipe.
@@ -237,6 +242,8 @@ def render_recipe(
     return environment.from_string(text).render(
         **facts,
         memory=memory,
+        pinned=None if host_memory is None else _pinned_share(host_memory),
+        is_small=memory is not None and memory_bytes(memory) < _SMALL_GIB * 2**30,
         buckets=", ".join(bucket.toml() for bucket in buckets or (shape.bucket(),)),
         run=run,
         catalog=catalog,
@@ -251,6 +258,13 @@ def render_recipe(
         module=module,
         module_file=f"{module.replace('.', '/')}.py",
     )
+
+
+def _pinned_share(host_memory: str) -> str:
+    """Return the part of a computer's RAM that a run may page-lock, as a recipe has it."""
+    from longtake.planner.devices import SHARE_OF_HOST_MEMORY
+
+    return f"{memory_bytes(host_memory) * SHARE_OF_HOST_MEMORY / 2**30:.1f}GiB"
 
 
 def module_beside(recipe: Path) -> str:
@@ -331,6 +345,13 @@ def init(
         str | None,
         typer.Option(help="The GPU's memory, such as 24GiB [default: what is free at the start]."),
     ] = None,
+    host_memory: Annotated[
+        str | None,
+        typer.Option(
+            help="The computer's RAM, such as 32GiB, of which a run may pin 60 % [default: that of "
+            "the computer on which it is trained]."
+        ),
+    ] = None,
     expert: Annotated[
         Literal["high", "low"] | None,
         typer.Option(
@@ -365,7 +386,8 @@ def init(
         _list_templates()
         return
     module = module_beside(out)
-    text = render_recipe(template, memory, data, out, buckets_for(template, memory, data), module)
+    buckets = buckets_for(template, memory, data)
+    text = render_recipe(template, memory, data, out, buckets, module, host_memory)
     try:
         # Mode "x" also fails if the file appears just now: nothing is overwritten.
         with out.open("x", encoding="utf-8") as file:

@@ -39,7 +39,7 @@ _PHASES = {
     "encode": ("codec, encoding", "a clip: to fill a cache"),
     "step": ("training, encoding", "encoders in the step, beside model and optimizer"),
     "model": ("model, sampling", "a video, one forward pass"),
-    "decode": ("codec, decoding", "a video as a whole; tiles take less"),
+    "decode": ("codec, decoding", "a video"),
     "sampling": ("training, sampling", "between two steps, beside model and optimizer"),
 }
 _LITTLE_EXPOSED = 0.05
@@ -296,7 +296,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
     for phase in phases:
         sizes = [f"{size / _GIB:.2f}" for size in (phase.weight_bytes, phase.peak_bytes)]
         label, meaning = _PHASES[phase.name]
-        if phase.name in ("text", "encode", "model") and phase.how:
+        if phase.name != "sampling" and phase.how:
             meaning += f", {phase.how}"
         table.add_row(label, *sizes, f"{phase.seconds:.2g} s", _FITS[phase.fits], meaning)
     yield ""

@@ -53,6 +53,8 @@ class Kind:
     task: Literal["text", "first frame", "edit"] = "text"
     size: tuple[int, int, int] = (1, 1024, 1024)
     """Frames, height and width that the kind's pipeline makes by default."""
+    small_size: tuple[int, int, int] = (1, 512, 512)
+    """Frames, height and width for GPUs of 8 to 16 GiB."""
     fps: float | None = None
     releases: tuple[str, ...] = ()
     """Ids of the kind's repositories in diffusers' layout; the first serves as an example."""
@@ -82,14 +84,33 @@ _HUNYUAN_TITLES = (
 )
 
 # What the kinds of one transformer have in common.
-_wan = partial(Kind, family="wan", transformer="WanTransformer3DModel", size=(81, 480, 832))
+_wan = partial(
+    Kind,
+    family="wan",
+    transformer="WanTransformer3DModel",
+    size=(81, 480, 832),
+    small_size=(33, 480, 832),
+)
 _flux = partial(Kind, transformer=_FLUX)
 _flux2 = partial(Kind, family="flux2", transformer="Flux2Transformer2DModel")
 _qwen = partial(Kind, transformer=_QWEN)
-_hunyuan = partial(Kind, family="hunyuan_video15", transformer=_HUNYUAN, fps=24.0)
+_hunyuan = partial(
+    Kind,
+    family="hunyuan_video15",
+    transformer=_HUNYUAN,
+    small_size=(33, 480, 848),
+    fps=24.0,
+)
 _hunyuan_720 = partial(_hunyuan, size=(121, 720, 1280))
 _hunyuan_480 = partial(_hunyuan, size=(121, 480, 848))
-_ltx = partial(Kind, family="ltx2", transformer=_LTX, size=(121, 512, 768), fps=24.0)
+_ltx = partial(
+    Kind,
+    family="ltx2",
+    transformer=_LTX,
+    size=(121, 512, 768),
+    small_size=(33, 512, 768),
+    fps=24.0,
+)
 
 KINDS = (  # in order: the first that fits is taken
     _wan(

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
-import psutil
 import torch
 from torch.backends import cudnn
 
 from longtake import config, errors
 from longtake.formatting import nearest
 from longtake.planner.calibration import MeasuredRates, kept_rates
+from longtake.planner.host_memory import lockable_bytes, usable_ram
 
 Target = Literal["cuda", "cpu"]
 """Type of device ("cuda" or "cpu") whose kernels a plan predicts."""
@@ -294,7 +294,10 @@ def device_budget(
     elif torch.cuda.is_available():
         # All ranks of a node pin their part of the same memory.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-        host = with_host_memory(device, psutil.virtual_memory().total, ranks).host_bytes
+        host = with_host_memory(device, usable_ram(), 1).host_bytes
+        if device.target == "cuda" and target == "cuda":
+            host = lockable_bytes(host)
+        host //= ranks
     nccl_bytes = _NCCL_BYTES if world_size > 1 and target == "cuda" else 0
     return replace(
         device,

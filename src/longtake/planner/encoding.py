@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -204,8 +204,23 @@ def encode_clip(codec: Codec, bucket: Bucket) -> Tensor:
     return codec.encode(torch.empty(shape, dtype=torch.uint8))
 
 
-def decode_video(codec: Codec, bucket: Bucket) -> Tensor:
-    return codec.decode(torch.empty(1, *latent_shape(codec, bucket)))
+def decode_video(codec: Codec, bucket: Bucket, *, tiles: bool = False) -> Tensor:
+    return codec.decode(torch.empty(1, *latent_shape(codec, bucket)), tiles=tiles)
+
+
+def decoding_that_fits(
+    mode: CachedFakeMode, codec: Codec, device: DeviceBudget, bucket: Bucket, room: int | None
+) -> InferenceTrace:
+    """Trace the decoding of a video as a sampler does it: in tiles if it does not fit as a whole.
+
+    `room` is the greatest peak in bytes, with the codec's weights; None: no limit.
+    """
+    whole = clip_trace(mode, codec, bucket, decode_video, device)
+    if room is None or whole.peak_bytes <= room:
+        return whole
+    tiled = clip_trace(mode, codec, bucket, partial(decode_video, tiles=True), device)
+    # Not every codec has tiles.
+    return replace(tiled, how="in tiles") if tiled.peak_bytes < whole.peak_bytes else whole
 
 
 @dataclass(frozen=True)

@@ -586,11 +586,9 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
         encoding.make_encoders_fake(codec, text)
         make_fake(components.model.eval())
         runs = encoding.encoder_runs(mode, step.recipe, codec, text, bucket, step.device)
-        decode = partial(
-            encoding.clip_trace, mode, codec, work=encoding.decode_video, device=step.device
-        )
+        decode = partial(encoding.decoding_that_fits, mode, codec, step.device)
         if codec.modules():
-            runs["decode"] = partial(decode, bucket)
+            runs["decode"] = partial(decode, bucket, step.device.budget_bytes)
         for name, run in runs.items():
             with suppress(RuntimeError):
                 traces[name] = run()

@@ -34,7 +34,7 @@ def sampling_phase(
     mode: CachedFakeMode,
     step: MetaStep,
     components: Components,
-    decoding_of: Callable[[Bucket], InferenceTrace],
+    decoding_of: Callable[[Bucket, int | None], InferenceTrace],
     weight_bytes: int,
     streamed: Mapping[nn.Module, int],
 ) -> InferenceTrace | None:
@@ -49,7 +49,7 @@ def sampling_phase(
         step: training step of the recipe.
         components: parts with the model; another transformer of the release is streamed in two
             blocks.
-        decoding_of: traces the decoding of one video.
+        decoding_of: traces the decoding of one video, with the greatest peak that it may have.
         weight_bytes: bytes of the model on the device.
         streamed: bytes of streamed blocks, as for `trace_inference`.
 
@@ -62,8 +62,8 @@ def sampling_phase(
     refuse_wrong_other(recipe)
     there += other_bytes(recipe, components, step.device.target)
     # With a cache, the codec is on the device only while it decodes.
-    held = components.codec.modules() if recipe.data.cache is not None else []
-    codec_bytes = sum(map(module_bytes, held))
+    codec_weights = sum(map(module_bytes, components.codec.modules()))
+    codec_bytes = codec_weights if recipe.data.cache is not None else 0
     peak, seconds, how = there, 0.0, list[str]()
     for preset in training_presets(recipe, RunDirectory(recipe.out)):
         refuse_unfitting(components, recipe, preset)
@@ -71,7 +71,8 @@ def sampling_phase(
         # Rounded up, as each rank samples the same number of videos.
         share = -(-len(preset.requests()) // (step.world_size // recipe.parallel.context))
         strategy, denoising = _denoising(mode, step, components, preset, share, budget, streamed)
-        decoding = decoding_of(preset.bucket)
+        room = None if budget is None else budget - codec_bytes + codec_weights
+        decoding = decoding_of(preset.bucket, room)
         activations = denoising.activation_bytes, codec_bytes + decoding.activation_bytes
         peak = max(peak, there + max(activations))
         count = _at_once(strategy, preset, share)

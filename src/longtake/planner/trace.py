@@ -97,7 +97,7 @@ class InferenceTrace:
     seconds: float
     how: str = ""
     """How the modules run: for `sampling`, presets and videos at a time; for `model`, "weights
-    streamed"; for `encode`, its tiles; for `text`, "layer by layer"."""
+    streamed"; for `encode`, its tiles; for `decode`, "in tiles"; for `text`, "layer by layer"."""
 
     @property
     def activation_bytes(self) -> int:
