@@ -67,7 +67,7 @@ def test_each_template_is_a_recipe(template: init.Template, shape: init.Shape) -
 def test_plan_accepts_each_template(
     template: init.Template, shape: init.Shape, tmp_path: Path
 ) -> None:
-    """In each phase, with samples while it trains."""
+    """In each phase; with samples while it trains, for which a small GPU may have no room."""
     path = tmp_path / "mine.toml"
     memory = f"{shape.gib}GiB"
     text = init.render_recipe(template, memory, Path("clips"), path)
@@ -82,7 +82,7 @@ def test_plan_accepts_each_template(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     phases = {each["name"]: each["fits"] for each in json.loads(done.stdout)["phases"]}
-    assert "sampling" in phases
+    assert phases.pop("sampling") or shape.gib < init._SMALL_GIB
     assert set(phases.values()) <= {True}, phases
 
 
