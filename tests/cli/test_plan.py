@@ -5,7 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,6 +19,8 @@ from longtake.config import Recipe
 from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
+from longtake.planner.record import BlockWeights
+from longtake.planner.words import POLICY_WORDS
 
 WriteRecipe = Callable[..., Path]
 _ROOT = Path(__file__).resolve().parents[2]
@@ -410,3 +412,8 @@ def test_a_mistake_becomes_one_message_and_exit_code_2(
     assert said.startswith(f"longtake: {before}")
     assert said.endswith(f"{after}\n")
     assert dots or said == f"longtake: {message}\n"
+
+
+@pytest.mark.parametrize("weights", [each for each in get_args(BlockWeights) if each != "keep"])
+def test_the_least_of_each_treatment_of_weights_has_words(weights: str) -> None:
+    assert POLICY_WORDS[f"all+{weights}"].startswith("every block is, and weights are")

@@ -91,7 +91,7 @@ def test_what_cannot_be_multiplied_in_8_bits_is_dequantised(
     kind: Quantization, num_rows: int, num_inputs: int
 ) -> None:
     layer, inputs = _layer(kind, num_inputs), torch.randn(num_rows, num_inputs)
-    assert not can_multiply(num_rows, layer.codes.shape)
+    assert not can_multiply(num_rows, layer.codes)
     expected = nn.functional.linear(inputs, layer.weight_as(torch.float32), layer.bias)
     torch.testing.assert_close(layer(inputs), expected, rtol=0, atol=0)
 

@@ -108,7 +108,7 @@ def test_keys_that_no_trace_depends_on_are_ignored(
     recipe = small_recipe(*TINY_WAN, *_SAMPLING)
     changed = small_recipe(
         *(*TINY_WAN, *_SAMPLING, *_OTHERS),
-        "evaluation.presets={film={seeds=[4], prompts=['c', 'd'], negative_prompt='e'}}",
+        "evaluation.presets={film={seeds=[4], prompts=['c', 'd']}}",
     )
     monkeypatch.setenv(plan_cache.VARIABLE, "off")
     anew = _report(changed)
@@ -146,6 +146,7 @@ def test_keys_that_no_trace_depends_on_are_ignored(
         "flow.shift=7.0",
         "recompute.policy=all",
         "sampling.guidance_scale=9.0",
+        "sampling.negative_prompt=blurry",  # refused where nothing is guided
     ],
 )
 def test_keys_that_a_plan_depends_on_are_in_its_facts(
@@ -179,6 +180,14 @@ def test_facts_name_device_code_versions_catalogs_and_releases(
     catalog.write_text("captions")
     known.append(facts())
     monkeypatch.setattr(plan_cache, "package_versions", lambda: {"torch": "1.0"})
+    known.append(facts())
+    monkeypatch.setenv("DIFFUSERS_ATTN_BACKEND", "_native_math")
+    known.append(facts())
+    (folder / "v2" / "text_encoder").mkdir(parents=True)
+    nested = ("model.subfolder=v2/text_encoder", f"model.pretrained={folder}", "model.config={}")
+    recipes.append(small_recipe(*TINY_WAN, *nested))
+    known.append(facts())
+    (folder / "v2" / "text_encoder" / "config.json").write_text("{}")
     known.append(facts())
     source = tmp_path / "package" / "__init__.py"
     source.parent.mkdir()

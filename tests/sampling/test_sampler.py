@@ -431,9 +431,11 @@ def test_auto_takes_the_gpu_with_most_free_memory(
     )
     blocks = [torch.nn.Linear(2**15, 2**15, device="meta", bias=False) for _ in range(7)]
     model = torch.nn.Sequential(*blocks).requires_grad_(False)  # 4 GiB each
+    encoder = torch.nn.Linear(2**15, 11 * 2**13, device="meta", bias=False)  # 11 GiB, no layers
     parts: Any = SimpleNamespace(
         part_bytes=lambda: {"model": 28 * 2**30, "text": 11 * 2**30},
         model=model,
+        text=SimpleNamespace(modules=lambda: [encoder]),
         family=SimpleNamespace(blocks=list),
     )
     recipe = small_recipe(f"trainable.kind={trained}")

@@ -86,7 +86,11 @@ class _Text:
         self.batches.append(len(captions))
         return {"lengths": torch.tensor([len(each) for each in captions])}
 
-    def to(self, device: torch.device) -> None:
+    def modules(self) -> list[nn.Module]:
+        return []
+
+    def to(self, device: torch.device, *, by_layer: bool) -> None:
+        assert not by_layer
         self.places.append(device.type)
 
 
@@ -104,10 +108,29 @@ def test_captions_are_encoded_together_on_a_gpu(
 def test_a_part_that_no_gpu_holds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = SimpleNamespace(total_memory=2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
-    parts: Any = SimpleNamespace(part_bytes=lambda: {"text": 2**20, "model": 2**31, "codec": 0})
+    sizes, text = {"text": 2**20, "model": 2**31, "codec": 0}, SimpleNamespace(modules=list)
+    parts: Any = SimpleNamespace(part_bytes=lambda: sizes, text=text)
     with pytest.raises(PlanError, match="take 2"):
         refuse_too_large_parts(parts, _GPU)
     refuse_too_large_parts(parts, torch.device("cpu"))
+
+
+def test_a_text_encoder_that_runs_by_layer_may_be_larger_than_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Six equal layers, of which two are on the GPU at a time."""
+    encoder = nn.Module()
+    encoder.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+    encoder.requires_grad_(False)
+    facts = SimpleNamespace(total_memory=3 * 64 * 64 * 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    sizes = {"text": 6 * 64 * 64 * 4, "model": 0, "codec": 0}
+    text = SimpleNamespace(modules=lambda: [encoder])
+    parts: Any = SimpleNamespace(part_bytes=lambda: sizes, text=text)
+    refuse_too_large_parts(parts, _GPU)
+    facts.total_memory = 64 * 64 * 4
+    with pytest.raises(PlanError, match="text encoder"):
+        refuse_too_large_parts(parts, _GPU)
 
 
 def test_memory_of_a_gpu_is_told_after_it_ran_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,8 @@ MAY_CHANGE_ON_RESUME = (
     "data.retry_quarantined",
     # Memory and speed: the results differ by rounding at most.
     "model.stream",
+    # A run that began with `model.quantize = "auto"` keeps the number formats it has chosen.
+    "model.quantize_gain",
     "codec.encode_tile",
     "training.micro_batch_size",
     "training.device",

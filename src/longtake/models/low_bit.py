@@ -11,6 +11,7 @@ multiplied into the gradient before it is quantised.
 """
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,13 +22,21 @@ LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 _LEAST_ROWS = 17
 """Fewest rows that torch's product of int8 numbers takes on CUDA; layers with fewer rows, which
 take the timestep, are fast anyway."""
+_FIRST_WITH_FP8 = (8, 9)  # compute capability of Ada
 _MULTIPLE = 16
 """Multiple of a weight's rows and columns that cuBLAS needs for products of fp8."""
 
 
-def can_multiply(num_rows: int, weight: torch.Size) -> bool:
-    """Return whether inputs of so many rows and a weight [N, K] can be multiplied in 8 bits."""
-    return num_rows >= _LEAST_ROWS and not any(size % _MULTIPLE for size in weight)
+def can_multiply(num_rows: int, codes: Tensor) -> bool:
+    """Return whether inputs of so many rows and codes [N, K] can be multiplied on their device."""
+    if codes.dtype != torch.int8 and codes.is_cuda and _capability(codes.device) < _FIRST_WITH_FP8:
+        return False
+    return num_rows >= _LEAST_ROWS and not any(size % _MULTIPLE for size in codes.shape)
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def quantized_rows(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -50,8 +59,9 @@ def product(inputs: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 def product_gradient(gradient: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """Multiply a gradient [M, N] by a weight as `product` has it: the gradient of inputs [M, K]."""
     rows, scale_of_rows = quantized_rows(gradient * scale.float().t(), codes.dtype)
-    # cuBLAS multiplies fp8 only by a second matrix whose columns are contiguous.
-    weight = codes if codes.dtype == torch.int8 else codes.t().contiguous().t()
+    # cuBLAS multiplies fp8, and int8 on some GPUs, only by a second matrix whose columns are
+    # contiguous.
+    weight = codes.t().contiguous().t()
     return _multiplied(rows, weight).mul_(scale_of_rows).to(gradient.dtype)
 
 

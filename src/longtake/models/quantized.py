@@ -122,7 +122,7 @@ class QuantizedLinear(FrozenLinear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         num_rows = inputs.numel() // self.in_features
-        if self.is_dynamic and low_bit.can_multiply(num_rows, self.codes.shape):
+        if self.is_dynamic and low_bit.can_multiply(num_rows, self.codes):
             return self._multiplied(_as_autocast_has_it(inputs))
         if not torch.compiler.is_compiling():
             return super().forward(inputs)

@@ -128,8 +128,11 @@ def _repository_root(where: str) -> Path:
     return locate(where, ".", files="model_index.json")
 
 
-def release_version(where: str) -> str | None:
-    """Return a text that changes with the files of a release; None if it cannot be found."""
+def release_version(where: str, subfolder: str = "") -> str | None:
+    """Return a text that changes with the files of a release; None if they cannot be listed.
+
+    The files are those of the release's folder and of its parts, and those of `subfolder`.
+    """
     if _is_shipped(where):
         return "shipped"
     try:
@@ -138,11 +141,14 @@ def release_version(where: str) -> str | None:
         return None
     if not Path(where).expanduser().is_dir():
         return root.resolve().name  # the commit of a repository
-    # Parts may be links to folders of another release, whose configurations then count.
-    parts = [part for part in root.iterdir() if part.is_dir()]
-    folders = {root, *parts, *(part.resolve().parent for part in parts)}
-    files = sorted({file for folder in folders for file in folder.iterdir()})
-    return str([(str(file), file_version(file.resolve())) for file in files])
+    try:
+        parts = [part for part in (*root.iterdir(), root / subfolder) if part.is_dir()]
+        # Parts may be links to folders of another release, whose configurations then count.
+        folders = {root, *parts, *(part.resolve().parent for part in parts)}
+        files = sorted({file for folder in folders for file in folder.iterdir()})
+        return str([(str(file), file_version(file.resolve())) for file in files])
+    except OSError:
+        return None
 
 
 def copy_part(section: ModelSection, name: str, folder: Path) -> None:

@@ -40,7 +40,7 @@ _IN_NO_PLAN = (
     *(f"optimizer.{name}" for name in ("learning_rate", "muon_learning_rate", "betas")),
     *(f"optimizer.{name}" for name in ("weight_decay", "max_grad_norm", "min_lr_ratio")),
     *(f"optimizer.{name}" for name in ("schedule", "schedule_cycles", "warmup_steps")),
-    *("training.steps", "sampling.negative_prompt", "sampling.fps"),
+    *("training.steps", "sampling.fps"),
 )
 """Keys and sections of a recipe that no record in the cache depends on, nor whether a suggested
 change of another key would be accepted."""
@@ -110,9 +110,12 @@ def facts_of(recipe: Recipe, device: DeviceBudget, **more: Any) -> Facts | None:
     if os.environ.get(VARIABLE) == "off" or training_classes(recipe):
         return None
     sections = recipe.model, recipe.codec, recipe.text, recipe.text.second_encoder()
-    named = {each.pretrained for each in sections if each is not None and each.pretrained}
-    releases = {where: release_version(where) for where in named}
-    if None in releases.values():
+    releases = [
+        release_version(each.pretrained, getattr(each, "subfolder", ""))
+        for each in sections
+        if each is not None and each.pretrained
+    ]
+    if None in releases:
         return None
     ignored, catalogs = [*_IN_NO_PLAN], dict[str, Any]()
     if recipe.text.kind == "words":
@@ -127,6 +130,9 @@ def facts_of(recipe: Recipe, device: DeviceBudget, **more: Any) -> Facts | None:
         "precision": choose_precision(recipe.training.precision, torch.device("cpu")),
         "threads": torch.get_num_threads() if device.target == "cpu" else None,
         "tf32": cudnn.allow_tf32,
+        "diffusers": {
+            name: os.environ[name] for name in os.environ if name.startswith("DIFFUSERS")
+        },
         "attention": [*attention_rules.CHOICES.items()],
         "python": sys.version_info[:2],
         "versions": package_versions(),

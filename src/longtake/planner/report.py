@@ -169,7 +169,7 @@ def _facts(
     presets = [
         vars(preset)
         | {"prompts": len(preset.prompts), "seeds": len(preset.seeds)}
-        | {"settings": preset.settings.model_dump(exclude={"negative_prompt", "fps"})}
+        | {"settings": preset.settings.model_dump(exclude={"fps"})}
         | {"conditioning": sorted(preset.conditioning)}
         for preset in training_presets(recipe, RunDirectory(recipe.out))
     ]

@@ -11,6 +11,7 @@ POLICY_WORDS: Final = {
     "all+stream": "every block is, and weights are streamed: the least",
     "all+stream-int8": "every block is, and weights are streamed in 8 bits: the least",
     "all+stream-nf4": "every block is, and weights are streamed in 4 bits: the least",
+    "all+int8": "every block is, and weights are in 8 bits: the least",
     "all+fp8": "every block is, and weights are in 8 bits: the least",
     "all+nf4": "every block is, and weights are in 4 bits: the least",
     "best": "the fastest mixture that fits",

@@ -23,7 +23,7 @@ from longtake.flow import solver
 from longtake.formatting import format_size
 from longtake.models import conditioning, numerics, streamed, trainable
 from longtake.models.base import Conditioning, LatentShape, latent_shape
-from longtake.models.components import Components, assemble, with_exact_weights
+from longtake.models.components import Components, Part, assemble, with_exact_weights
 from longtake.models.conditioning import fps_of, guidance_of
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
@@ -158,7 +158,7 @@ def refuse_too_large_parts(parts: Components, device: torch.device) -> None:
     if device.type != "cuda":
         return
     total = torch.cuda.get_device_properties(device).total_memory
-    part, num_bytes = max(parts.part_bytes().items(), key=lambda each: each[1])
+    part, num_bytes = max(_part_bytes(parts).items(), key=lambda each: each[1])
     if num_bytes >= total:
         raise PlanError(
             f"The weights of the {_PART_NAMES[part]} take {format_size(num_bytes)}, but {device} "
@@ -217,18 +217,21 @@ def _free_bytes(device: torch.device | int) -> int:
     return total - torch.cuda.device_memory_used(device)
 
 
+def _part_bytes(parts: Components) -> dict[Part, int]:
+    """Return the least GPU bytes of each part's weights: text encoders can run layer by layer."""
+    modules = parts.text.modules()
+    layers = [[layer for row in streamed.layer_lists(each) for layer in row] for each in modules]
+    # Buffers of two layers replace the weights of all.
+    by_layer = sum(map(streamed.least_bytes, modules, layers))
+    return {**parts.part_bytes(), "text": by_layer}
+
+
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
     """Return the GPU bytes of the largest part and activations; `more` is added to the model's."""
-    needed = parts.part_bytes()
+    needed = _part_bytes(parts)
     if streams:
-        # Buffers of two blocks replace the weights of all, and those of two layers an encoder's.
+        # Buffers of two blocks replace the weights of all.
         needed["model"] = streamed.least_bytes(parts.model, parts.family.blocks(parts.model))
-        needed["text"] = sum(
-            streamed.least_bytes(
-                each, [layer for row in streamed.layer_lists(each) for layer in row]
-            )
-            for each in parts.text.modules()
-        )
     needed["model"] += more
     return max(needed.values()) + _ACTIVATION_BYTES
 

@@ -57,7 +57,6 @@ from longtake.sampling.sampler import try_within_memory
 
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
 _LARGE_BYTES = 2**24  # smaller files are read each time, which is as fast as looking up their hash
-_MOST_CAPTIONS = 2**10  # encoded at once
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -349,13 +348,13 @@ def _load_caption_encoder(
     """
     text = _text(recipe, made)
     place_text(text, device)
-    at_once = _MOST_CAPTIONS if device.type == "cuda" else 1
+    at_once = None if device.type == "cuda" else 1  # None: all
 
     def encode(captions: Sequence[str]) -> list[dict[str, Tensor]]:
         nonlocal at_once
         encoded = list[dict[str, Tensor]]()
         while len(encoded) < len(captions):
-            some = captions[len(encoded) : len(encoded) + at_once]
+            some = captions[len(encoded) :][:at_once]
             found = try_within_memory(text.encode, some)
             if found is None:
                 # Tried, not predicted: most captions are shorter than the longest.
