@@ -170,7 +170,8 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ),
         (
             "model.quantize=fp9",
-            "model.quantize is 'fp9'; it should be 'none', 'fp8', 'int8', 'nf4', 'fp8_dynamic', 'int8_dynamic' or 'auto'.",
+            "model.quantize is 'fp9'; it should be 'none', 'fp8', 'int8', 'nf4', "
+            "'fp8_dynamic', 'int8_dynamic' or 'auto'.",
         ),
         (
             "model.quantize=nf4",
