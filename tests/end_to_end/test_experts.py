@@ -26,8 +26,8 @@ from longtake.models.components import assemble, outline
 from longtake.models.experts import Experts
 from longtake.models.streamed import StreamedBlocks
 from longtake.planner.devices import device_budget
-from longtake.planner.forecast import forecast_phases
 from longtake.planner.memory import outline_step, static_memory
+from longtake.planner.phases import forecast_phases
 from longtake.sampling.other_expert import build_other, load_other, other_bytes
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import Sampler, load_sampler

@@ -24,6 +24,7 @@ from longtake.evaluation_dir import EvaluationDirectory
 from longtake.models.quantized import FrozenLinear, QuantizedLinear
 from longtake.planner import forecast
 from longtake.planner.devices import device_budget
+from longtake.planner.phases import forecast_phases
 from longtake.planner.record import newest_plan
 from longtake.run_dir import RunDirectory
 from longtake.sampling import sampler
@@ -124,7 +125,7 @@ def test_it_is_planned_killed_resumed_sampled_and_loaded_by_diffusers(
     whole, parted = (_recipe(folder, name) for name in ("whole", "parted"))
     known = forecast.forecast(whole, device_budget(whole, "cuda"))
     assert known.best is not None
-    phases = forecast.forecast_phases(known.step, known.best.options)
+    phases = forecast_phases(known.step, known.best.options)
     assert [each.name for each in phases][-1] == "sampling"
     assert all(each.fits for each in phases), phases
 

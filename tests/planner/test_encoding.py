@@ -26,14 +26,9 @@ from longtake.planner.encoding import (
     with_tile_ahead,
 )
 from longtake.planner.fake_tensors import CachedFakeMode
-from longtake.planner.forecast import (
-    Forecast,
-    PhaseForecast,
-    encoding_ahead,
-    forecast,
-    forecast_phases,
-)
+from longtake.planner.forecast import Forecast, encoding_ahead, forecast
 from longtake.planner.memory import outline_step
+from longtake.planner.phases import PhaseForecast, forecast_phases
 from longtake.planner.profiler import measured
 from longtake.planner.trace import InferenceTrace
 

@@ -21,14 +21,13 @@ from longtake.planner import encoding
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget, device_budget
 from longtake.planner.forecast import (
-    PhaseForecast,
     Suggestion,
     check_gradients,
     forecast,
-    forecast_phases,
     suggest_changes,
 )
 from longtake.planner.memory import outline_step, policy_forecast, static_memory
+from longtake.planner.phases import PhaseForecast, forecast_phases
 from longtake.planner.plan import does_not_fit
 from longtake.planner.record import KEEP
 

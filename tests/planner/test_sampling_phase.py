@@ -11,8 +11,8 @@ from longtake.models.components import assemble
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import DeviceBudget, device_budget, device_named
-from longtake.planner.forecast import PhaseForecast, forecast_phases
 from longtake.planner.memory import outline_step, static_memory
+from longtake.planner.phases import PhaseForecast, forecast_phases
 from longtake.planner.profiler import measured
 from longtake.planner.record import BlockOption, BlockWeights
 from longtake.run_dir import RunDirectory

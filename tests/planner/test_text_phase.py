@@ -11,8 +11,8 @@ from longtake.config import Recipe
 from longtake.models.components import assemble
 from longtake.models.streamed import NUM_BUFFERS, layer_lists, streamed_bytes
 from longtake.planner.devices import DEVICES
-from longtake.planner.forecast import PhaseForecast, forecast_phases
 from longtake.planner.memory import outline_step
+from longtake.planner.phases import PhaseForecast, forecast_phases
 from longtake.planner.record import KEEP
 
 _MANY_WORDS = " ".join(f"word{number}" for number in range(40))

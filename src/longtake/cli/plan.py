@@ -113,7 +113,7 @@ def plan(
         planned = _choose_device(loaded, memory, device, host_memory, processes, per_node)
         links = links_named(link, planned) if link else links_of(planned)
         enter("running a training step on tensors without values")
-        report = make_report(loaded, planned, links, processes, per_node)
+        report = make_report(loaded, planned, links, processes, per_node, enter)
         if failures_per_day is not None:
             enter("working out what the whole run costs")
             cost = run_cost(

@@ -10,8 +10,9 @@ from longtake.planner.record import blocks_by_option
 if TYPE_CHECKING:
     from longtake.planner.cost import RunCost, StageCost
     from longtake.planner.encoding import CacheForecast
-    from longtake.planner.forecast import Forecast, PhaseForecast
+    from longtake.planner.forecast import Forecast
     from longtake.planner.mesh import MeshForecast
+    from longtake.planner.phases import PhaseForecast
     from longtake.planner.record import PolicyForecast
     from longtake.planner.report import PlanReport, StageForecast
 

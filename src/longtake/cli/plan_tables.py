@@ -21,8 +21,9 @@ from longtake.planner.record import blocks_by_option
 from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
 
 if TYPE_CHECKING:
-    from longtake.planner.forecast import Forecast, PhaseForecast
+    from longtake.planner.forecast import Forecast
     from longtake.planner.mesh import CommCost, MeshForecast
+    from longtake.planner.phases import PhaseForecast
     from longtake.planner.report import PlanReport, StageForecast
 
 _GIB = 2**30

@@ -16,7 +16,8 @@ from longtake.errors import PlanError
 from longtake.planner import memory, mesh
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import DeviceBudget
-from longtake.planner.forecast import Forecast, PhaseForecast
+from longtake.planner.forecast import Forecast
+from longtake.planner.phases import PhaseForecast
 from longtake.planner.trace import StepTrace
 
 DAY_SECONDS = 86_400.0

@@ -6,9 +6,8 @@ No weights are read.
 import logging
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import get_args
 
 import torch
@@ -17,30 +16,21 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 import longtake
 from longtake import config, errors
 from longtake.formatting import first_line, format_size
-from longtake.models.base import latent_shape
-from longtake.models.components import Components, Kinds, outline
-from longtake.models.conditioning import outline_conditioning
+from longtake.models.components import Kinds
 from longtake.models.lora_files import read_lora
-from longtake.models.numerics import autocast
 from longtake.models.trainable import lora_layers
-from longtake.planner import encoding, fake_tensors, memory, solver
+from longtake.planner import encoding, memory, solver
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.attention_check import KernelChooser
-from longtake.planner.block_weights import blocks_with
 from longtake.planner.devices import SHARE_OF_HOST_MEMORY, DeviceBudget
-from longtake.planner.fake_tensors import empty_like
 from longtake.planner.record import (
-    ON_DEVICE,
     BlockWeights,
     Options,
     PolicyForecast,
     StaticMemory,
 )
-from longtake.planner.sampling_phase import sampling_phase
-from longtake.planner.text_phase import text_that_fits
-from longtake.planner.trace import InferenceTrace, StepTrace, make_fake, trace_inference
+from longtake.planner.trace import StepTrace
 from longtake.planner.traps import Trap, costly_policies, flow_traps, idle_recompute
-from longtake.sampling.sampler import streams_for_sampling
 
 _NOT_TRACED = ("optimizer.", "data.cache", "data.windows", "parallel.")
 """Prefixes of recipe keys that leave a rank's operations in forward and backward pass unchanged, so
@@ -526,20 +516,6 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PhaseForecast(InferenceTrace):
-    """Predicted memory and time of one phase of a run: encoders, codec, model, or a training step.
-
-    Its seconds are those of one caption, clip or forward pass; for `step`, of all encoding by this
-    process in one update; for `sampling`, of all presets on all processes together.
-    """
-
-    name: str
-    """Name of the phase: `text`, `encode`, `step` (training while encoders work), `model`, `decode`
-    or `sampling`."""
-    fits: bool | None  # None: no budget
-
-
 @dataclass(frozen=True)
 class StoredStart:
     """The LoRA weights of `trainable.init_from`, with which a run begins."""
@@ -562,116 +538,3 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
     layers = read_lora(file, parts.model, parts.family, step.recipe.model.expert)
     rank = max(layer.rank for layer in layers.values())
     return StoredStart(len(layers), len(list(lora_layers(parts.model))), rank)
-
-
-def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
-    """Forecast memory and time of caching, of training with encoders in the step, and of sampling.
-
-    Clips are of the bucket (clip shape) with the most tokens, one at a time. A part that needs
-    tensors' values cannot be traced, and is left out.
-
-    Args:
-        step: training step of the recipe.
-        options: block options of the training; None: weights as the recipe has them.
-    """
-    components = outline(step.recipe)
-    memory.quantize_as_given(components, step.recipe)
-    blocks = components.family.blocks(components.model)
-    base = step.base_weights
-    held = [base if options is None else options[name].weights for name in step.block_names]
-    mode = fake_tensors.CachedFakeMode(allow_non_fake_inputs=True)
-    traces: dict[str, InferenceTrace] = {}
-    with mode:
-        codec, text, bucket = components.codec, components.text, step.batch.bucket
-        encoding.make_encoders_fake(codec, text)
-        make_fake(components.model.eval())
-        runs = encoding.encoder_runs(mode, step.recipe, codec, text, bucket, step.device)
-        decode = partial(encoding.decoding_that_fits, mode, codec, step.device)
-        if codec.modules():
-            runs["decode"] = partial(decode, bucket, step.device.budget_bytes)
-        for name, run in runs.items():
-            with suppress(RuntimeError):
-                traces[name] = run()
-        if "encode" in traces:
-            how = encoding.describe_tile(codec.encode_tile)
-            traces["encode"] = replace(traces["encode"], how=how)
-        if "text" in traces and step.recipe.data.cache is not None:
-            given = (mode, step.recipe, text, bucket, step.device, traces["text"])
-            traces["text"] = text_that_fits(*given)
-    with suppress(RuntimeError):
-        traces["model"] = _model_alone(mode, step, components, held)
-    with blocks_with(held, blocks, mode) as streamed, mode:
-        weight_bytes = trace_inference(
-            mode, [components.model], lambda: None, step.device, streamed
-        ).weight_bytes
-        with suppress(RuntimeError):
-            between = sampling_phase(mode, step, components, decode, weight_bytes, streamed)
-            if between is not None:
-                traces["sampling"] = between
-    if step.recipe.data.cache is None and (during := _encoding_in_step(step, traces, weight_bytes)):
-        traces["step"] = during
-    budget = step.device.budget_bytes
-    return [
-        PhaseForecast(
-            **vars(trace), name=name, fits=None if budget is None else trace.peak_bytes <= budget
-        )
-        for name in ("text", "encode", "step", "model", "decode", "sampling")
-        if (trace := traces.get(name))
-    ]
-
-
-def _model_alone(
-    mode: fake_tensors.CachedFakeMode,
-    step: memory.MetaStep,
-    components: Components,
-    held: Sequence[BlockWeights],
-) -> InferenceTrace:
-    """Trace the model's forward pass in a process that only samples videos.
-
-    Blocks are streamed only if the model does not fit otherwise. Quantised weights are as in
-    training.
-    """
-    blocks, budget = components.family.blocks(components.model), step.device.budget_bytes
-    kinds: list[BlockWeights] = [ON_DEVICE.get(each, each) for each in held]
-
-    def denoise() -> None:
-        # One forward pass over one video, as sampling in two passes does.
-        bucket = step.batch.bucket
-        latents = torch.empty(1, *latent_shape(components.codec, bucket))
-        conditioning = empty_like(outline_conditioning(components, step.recipe, bucket))
-        # bf16 weights compute in bf16 without autocast.
-        precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
-        with autocast(precision, torch.device("cpu")):
-            components.predict_velocity(latents, torch.empty(1), conditioning)
-
-    def trace(place: BlockWeights) -> InferenceTrace:
-        with (
-            blocks_with(kinds, blocks, mode),
-            blocks_with([place] * len(blocks), blocks, mode) as streamed,
-            mode,
-        ):
-            return trace_inference(mode, [components.model], denoise, step.device, streamed)
-
-    whole = trace("keep")
-    may_stream = step.device.target == "cuda" and streams_for_sampling(step.recipe)
-    if budget is None or whole.peak_bytes <= budget or not may_stream:
-        return whole
-    return replace(trace("stream"), how="weights streamed")
-
-
-def _encoding_in_step(
-    step: memory.MetaStep, traces: Mapping[str, InferenceTrace], weight_bytes: int
-) -> InferenceTrace | None:
-    """Add up memory and time of a training step while codec or text encoder works in it.
-
-    None if neither works in a step.
-    """
-    encoders = [traces[name] for name in ("text", "encode") if name in traces]
-    if not encoders:
-        return None
-    there = memory.beside_encoding(step, memory.static_memory(step, weight_bytes=weight_bytes))
-    more = max(work.activation_bytes for work in encoders)
-    # Ranks that share the tokens of a clip also share out the clips that are encoded.
-    mine = -(-step.batch.micro_batch_size // step.recipe.parallel.context)
-    num_clips = mine * step.batch.num_micro_batches
-    return InferenceTrace(there, there + more, num_clips * sum(work.seconds for work in encoders))

@@ -1,6 +1,6 @@
 """The report of `longtake plan`: forecasts of a step, of stages, sampling and the whole run."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from pydantic import TypeAdapter
@@ -21,12 +21,10 @@ from longtake.planner.forecast import (
     EncodingAhead,
     Forecast,
     ForecastFacts,
-    PhaseForecast,
     StoredStart,
     Suggestion,
     encoding_ahead,
     forecast,
-    forecast_phases,
     short_memory,
     stored_start,
     suggest_changes,
@@ -34,6 +32,7 @@ from longtake.planner.forecast import (
 )
 from longtake.planner.memory import StepFacts, static_memory, step_of_facts
 from longtake.planner.mesh import Links, MeshForecast, mesh_forecast
+from longtake.planner.phases import PhaseForecast, forecast_phases
 from longtake.planner.plan import does_not_fit
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import training_presets
@@ -117,11 +116,13 @@ def make_report(
     links: Links,
     world_size: int = 1,
     per_node: int | None = None,
+    enter: Callable[[str], None] = lambda _: None,
 ) -> PlanReport:
     """Forecast a recipe's training steps, encoding, sampling, stages, ranks and data.
 
-    The arguments are those of `forecast`, and the links between ranks. What needs traces is read
-    from the user's cache if an equal recipe was planned before.
+    The arguments are those of `forecast`, the links between ranks, and a function that is called
+    with the name of each longer part of the work. What needs traces is read from the user's cache
+    if an equal recipe was planned before.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -131,6 +132,7 @@ def make_report(
 
     def find() -> _Record:
         known = forecast(recipe, device, world_size=world_size, per_node=per_node, tries_more=True)
+        enter("running encoders and sampling on tensors without values")
         return _Record(known.step, known, _trace_more(known, links))
 
     found = plan_cache.recalled(

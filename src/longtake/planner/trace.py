@@ -157,6 +157,19 @@ class Tracer:
                 watch.backward(subject.loss(inputs))
         return watch
 
+    @contextmanager
+    def evaluating(self) -> Iterator[CachedFakeMode]:
+        """Lend the model in evaluation mode, and its fake mode, for traces without gradients."""
+        model, mode = self.subject.model, self._fake
+        self.subject.call_blocks_by(activation_checkpointing.caller({}))
+        model.eval()
+        before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+        try:
+            yield mode
+        finally:
+            mode.allow_non_fake_inputs = before
+            model.train()
+
     def _note_attention(self, func: Any, args: Sequence[Any], kwargs: Any, result: Any) -> None:
         masked = _aten._scaled_dot_product_efficient_attention.default
         if func in (masked, _aten._scaled_dot_product_flash_attention.default):
