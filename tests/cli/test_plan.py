@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -14,11 +15,12 @@ from tests.build import change_options
 from tests.cli.conftest import Call, CallJson, Refuse
 
 from longtake import config
-from longtake.cli.plan_tables import _number
-from longtake.config import Recipe
+from longtake.cli.plan_tables import _encoding_shortage, _number
+from longtake.config import Bucket, Recipe
 from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
+from longtake.planner.encoding import TileChoice
 from longtake.planner.record import BlockWeights
 from longtake.planner.words import POLICY_WORDS
 
@@ -417,3 +419,35 @@ def test_a_mistake_becomes_one_message_and_exit_code_2(
 @pytest.mark.parametrize("weights", [each for each in get_args(BlockWeights) if each != "keep"])
 def test_the_least_of_each_treatment_of_weights_has_words(weights: str) -> None:
     assert POLICY_WORDS[f"all+{weights}"].startswith("every block is, and weights are")
+
+
+@pytest.mark.parametrize(
+    ("can_tile", "tile", "advice"),
+    [
+        (False, "auto", "Its codec has no tiles. Train smaller clips"),
+        (True, 0, 'codec.encode_tile = "auto" takes tiles that fit, if there are any. Train'),
+        (True, "auto", "are needed. Train smaller clips"),
+    ],
+)
+def test_it_says_which_clips_cannot_be_encoded(
+    can_tile: bool, tile: int | str, advice: str
+) -> None:
+    """By the shape that was found when tiles were chosen, else by the one that is planned."""
+    codec = SimpleNamespace(can_tile=can_tile)
+    batch = SimpleNamespace(bucket="9 frames of 64x64")
+    step = SimpleNamespace(components=SimpleNamespace(codec=codec), batch=batch)
+    report: Any = SimpleNamespace(
+        known=SimpleNamespace(step=step),
+        recipe=SimpleNamespace(codec=SimpleNamespace(encode_tile=tile)),
+        tile=TileChoice(0),
+    )
+    encode: Any = SimpleNamespace(fits=False, peak_bytes=3 * 2**30, how="")
+    (text,) = _encoding_shortage(report, encode)
+    assert "Clips of 9 frames of 64x64 cannot be encoded in this memory: 3.00 GiB" in text
+    assert advice in text
+    encode.fits = True
+    assert not list(_encoding_shortage(report, encode))
+    wide = Bucket(num_frames=5, height=704, width=1472)
+    report.tile, encode.how = TileChoice(128, wide, 2**30), "in tiles of 128 pixels"
+    (text,) = _encoding_shortage(report, encode)
+    assert "Clips of 5 frames of 1472x704 cannot be encoded in this memory even in tiles" in text

@@ -18,12 +18,13 @@ from longtake.planner.encoding import (
     TILES,
     CacheForecast,
     CacheRates,
+    TileChoice,
     cache_forecast,
+    choose_tile,
+    choose_tile_ahead,
     clip_trace,
     encode_clip,
     make_encoders_fake,
-    with_tile,
-    with_tile_ahead,
 )
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.forecast import Forecast, encoding_ahead, forecast
@@ -122,20 +123,47 @@ def test_the_largest_tile_that_fits_is_chosen() -> None:
     short = "wan", Bucket(num_frames=5, height=720, width=1280)  # memory is that of a chunk
     recipe = _recipe(*short)
 
-    def chosen(memory_bytes: int | None, beside: int | None = None) -> int | str:
-        device = replace(_H100, memory_bytes=memory_bytes)
-        return with_tile(recipe, device, beside).codec.encode_tile
+    def chosen(memory_bytes: int | None, beside: int | None = None) -> int:
+        found = choose_tile(recipe, replace(_H100, memory_bytes=memory_bytes), beside)
+        assert found.bucket is None
+        return found.pixels
 
     peaks = {tile: _traced(*short, tile) for tile in (0, 1024, 512)}
     assert (chosen(None), chosen(peaks[0].peak_bytes)) == (0, 0)
     assert (chosen(peaks[512].peak_bytes), chosen(peaks[1024].peak_bytes - 1)) == (512, 512)
     beside = 30 * _GIB  # a model, which leaves as little
     assert chosen(peaks[512].activation_bytes + beside, beside) == 512
-    assert chosen(_GIB // 2) == TILES[-1]
-    named = recipe.with_encode_tile(64)
-    assert with_tile(named, replace(_H100, memory_bytes=_GIB)) == named
-    ahead = with_tile_ahead(recipe, replace(_H100, memory_bytes=4 * peaks[512].activation_bytes))
-    assert ahead.codec.encode_tile == 512
+    tight = replace(_H100, memory_bytes=_GIB // 2)
+    assert choose_tile(recipe.with_encode_tile(64), tight) == TileChoice(64)
+    memory = replace(_H100, memory_bytes=4 * peaks[512].activation_bytes)
+    assert choose_tile_ahead(recipe, memory) == TileChoice(512)
+
+
+def test_a_tile_fits_every_shape() -> None:
+    """Sides are divided evenly, so that the smaller picture may have the larger tiles."""
+    square, wide = (Bucket(num_frames=5, height=h, width=w) for h, w in ((1024, 1024), (704, 1472)))
+    both = _recipe("wan", square, f"data.buckets=[{square.toml()}, {wide.toml()}]")
+    of_wide, of_square = (_traced("wan", shape, 768).peak_bytes for shape in (wide, square))
+    assert of_wide > of_square + _GIB
+    device = replace(_H100, memory_bytes=(of_wide + of_square) // 2)
+    assert choose_tile(_recipe("wan", square), device) == TileChoice(768)
+    assert choose_tile(both, device) == TileChoice(512)
+
+
+def test_where_no_tile_fits_it_is_the_one_that_takes_the_least() -> None:
+    """A smaller one may take more, for the pixels that it reads around it."""
+    short = "hunyuan_video15", Bucket(num_frames=9, height=480, width=480)
+    least = min((_traced(*short, tile).peak_bytes, -tile) for tile in (384, 256, 192))
+    found = choose_tile(_recipe(*short), replace(_H100, memory_bytes=_GIB))
+    assert found == TileChoice(-least[1], short[1], least[0])
+    (sentence,) = found.notes()
+    assert "Clips of 9 frames of 480x480 cannot be encoded in this memory even in tiles of 384" in (
+        sentence
+    )
+    assert list(TileChoice(512).notes()) == [
+        "Clips are encoded in tiles of 512 pixels: there is no memory for whole ones."
+    ]
+    assert not list(TileChoice(0).notes())
 
 
 @pytest.mark.parametrize("name", ["wan", "hunyuan_video15"])

@@ -47,6 +47,7 @@ from longtake.errors import DataError, PlanError, RecipeChangedError, RecipeErro
 from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
 from longtake.models.codec import kept_tile
+from longtake.planner.encoding import TileChoice
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request
 from longtake.sampling.sampler import load_sampler
@@ -212,7 +213,7 @@ def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
     small_recipe: Recipes, shapes_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`auto`, chosen once: bitwise the same run, and a cache that was filled ahead is used."""
-    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: 8)
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(8))
     changes = (
         *_VIDEOS, f"data.catalog={shapes_catalog}", "recompute.memory=1GiB", "training.steps=3",
         "optimizer.schedule=constant",
@@ -220,9 +221,9 @@ def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
     begun = small_recipe.trained(*changes, "training.steps=2", name="plain")
     assert kept_tile(begun.codec, RunDirectory(begun.out).components_path) == 8
     # The run goes on as it began, whatever would be chosen now.
-    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: 0)
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(0))
     plain = small_recipe.trained(*changes, name="plain")
-    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: 8)
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(8))
     cached = small_recipe(*changes, _cache_of(tmp_path), name="cached")
     cache_ahead(cached, QUIET)
     ahead = _entries(cached)
@@ -232,6 +233,16 @@ def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
     assert_saved_alike(plain, cached, 3)
     whole = small_recipe(*changes, _cache_of(tmp_path), "codec.encode_tile=0", name="whole")
     assert cache_ahead(whole, QUIET)["latents"]["present"] == 0
+
+
+def test_a_run_goes_on_with_the_tiles_that_its_recipe_named(
+    small_recipe: Recipes, shapes_catalog: Path
+) -> None:
+    """If the recipe leaves them to `auto` when it is resumed."""
+    changes = (*_VIDEOS, f"data.catalog={shapes_catalog}", "training.steps=1")
+    named = small_recipe.trained(*changes, "codec.encode_tile=8")
+    left = named.codec.model_copy(update={"encode_tile": "auto"})
+    assert kept_tile(left, RunDirectory(named.out).components_path) == 8
 
 
 def test_pictures_and_further_ones_train_from_a_cache_as_from_pixels(

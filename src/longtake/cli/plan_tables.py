@@ -18,7 +18,13 @@ from longtake.formatting import (
     plural,
 )
 from longtake.planner.record import blocks_by_option
-from longtake.planner.words import ACTIVATION_WORDS, FIXED_WORDS, POLICY_WORDS, WEIGHT_WORDS
+from longtake.planner.words import (
+    ACTIVATION_WORDS,
+    FIXED_WORDS,
+    POLICY_WORDS,
+    WEIGHT_WORDS,
+    cannot_encode,
+)
 
 if TYPE_CHECKING:
     from longtake.planner.forecast import Forecast
@@ -318,14 +324,8 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
             f"{encoding.seconds:.1f} s more for this process's clips of one update. With "
             "data.cache they are not in the step."
         )
-    if (encode := phases.get("encode")) is not None and encode.fits is False:
-        how = f" even {encode.how}" if encode.how else "; its codec has no tiles"
-        needed = format_size(encode.peak_bytes)
-        yield (
-            f"[red]No clip can be encoded[/red] in this memory{how}: {needed} are needed. Train "
-            'smaller clips, set codec.dtype = "bf16", or fill the cache on a larger GPU by '
-            "`longtake data cache`."
-        )
+    if (encode := phases.get("encode")) is not None:
+        yield from _encoding_shortage(report, encode)
     if (cache := report.cache) is not None:
         yield (
             f"Filling the cache of {plural(cache.num_clips, 'clip')}, in "
@@ -356,6 +356,23 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
             "AdamW is fused: torch's own default (foreach) would need "
             f"{report.known.foreach_bytes / _GIB:.1f} GiB more at each update."
         )
+
+
+def _encoding_shortage(report: "PlanReport", encode: "PhaseForecast") -> Iterator[str]:
+    """Yield a sentence if the memory is too little to encode clips."""
+    step, tile = report.known.step, report.tile
+    if tile.bucket is not None:
+        bucket, needed = tile.bucket, tile.needed_bytes
+    elif encode.fits is False:
+        bucket, needed = step.batch.bucket, encode.peak_bytes
+    else:
+        return
+    more = ""
+    if not step.components.codec.can_tile:
+        more = "Its codec has no tiles. "
+    elif report.recipe.codec.encode_tile != "auto":
+        more = 'codec.encode_tile = "auto" takes tiles that fit, if there are any. '
+    yield f"[red]{escape(cannot_encode(str(bucket), format_size(needed), encode.how, more))}[/red]"
 
 
 def _gradient_lines(known: "Forecast") -> Iterator[str]:

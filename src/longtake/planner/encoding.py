@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from longtake.config import Bucket, DataSection, Recipe
+from longtake.formatting import format_size
 from longtake.models.base import Family, family, latent_shape
 from longtake.models.codec import Codec, outline_codec
 from longtake.models.components import Components, text_section
@@ -18,6 +19,7 @@ from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
+from longtake.planner.words import cannot_encode
 
 _FEW_FRAMES, _CHUNK = 9, 4
 """Number of frames of a short clip that is traced through the codec, and of frames added for a
@@ -57,24 +59,49 @@ def _mask_without_values(
     return mask.expand(batch_size, -1, -1)
 
 
-def with_tile(recipe: Recipe, device: DeviceBudget, beside: int | None = None) -> Recipe:
-    """Return a recipe with a number in place of `codec.encode_tile` = "auto".
+@dataclass(frozen=True)
+class TileChoice:
+    """The tiles in which clips are encoded, and what is short where even they take too much."""
 
-    It is 0 if clips fit the device's memory as a whole, or if the memory has no limit; else it is
-    the largest of `TILES` that fits, or the smallest if none does.
+    pixels: int  # 0: clips as a whole
+    bucket: Bucket | None = None  # shape for which the memory is too little; None: all fit
+    needed_bytes: int = 0  # for this shape
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence where the memory is too little to encode whole clips."""
+        how = describe_tile(self.pixels)
+        if self.bucket is not None:
+            yield cannot_encode(str(self.bucket), format_size(self.needed_bytes), how)
+        elif how:
+            yield f"Clips are encoded {how}: there is no memory for whole ones."
+
+
+def choose_tile(recipe: Recipe, device: DeviceBudget, beside: int | None = None) -> TileChoice:
+    """Choose the tiles for `codec.encode_tile` = "auto"; a number in the recipe is taken as it is.
+
+    Clips are encoded as a whole if all shapes fit the device's memory so, or if the memory has no
+    limit; else in the largest of `TILES` in which all fit. If none does, it is the one that takes
+    the least.
 
     Args:
-        recipe: any recipe; one that names its tiles is returned unchanged.
+        recipe: any recipe.
         device: device on which clips are encoded.
         beside: bytes that are taken besides the activations of encoding; None: the codec's weights,
             as it encodes alone.
     """
     if recipe.codec.encode_tile != "auto":
-        return recipe
-    tile = 0
-    if recipe.codec.kind != "pixels" and device.budget_bytes is not None:
-        tile = _largest_that_fits(recipe, device, device.budget_bytes, beside)
-    return recipe.with_encode_tile(tile)
+        return TileChoice(recipe.codec.encode_tile)
+    if recipe.codec.kind == "pixels" or device.budget_bytes is None:
+        return TileChoice(0)
+    return _largest_that_fits(recipe, device, device.budget_bytes, beside)
+
+
+def choose_tile_ahead(recipe: Recipe, device: DeviceBudget) -> TileChoice:
+    """Choose as `choose_tile` for encoders that work while the model trains and makes room for it.
+
+    How much is for the plan to say, which needs to know first what encoding takes: a fixed share.
+    """
+    return choose_tile(recipe, device, round((1 - _SHARE_AHEAD) * (device.budget_bytes or 0)))
 
 
 def describe_tile(tile: int) -> str:
@@ -84,58 +111,47 @@ def describe_tile(tile: int) -> str:
     return "in chunks of frames" if tile >= TILES[0] else f"in tiles of {tile} pixels"
 
 
-def with_tile_ahead(recipe: Recipe, device: DeviceBudget) -> Recipe:
-    """Return `with_tile` for encoders that work while the model trains, which makes room for them.
-
-    How much is for the plan to say, which needs to know first what encoding takes: a fixed share.
-    """
-    return with_tile(recipe, device, round((1 - _SHARE_AHEAD) * (device.budget_bytes or 0)))
-
-
 def _largest_that_fits(
     recipe: Recipe, device: DeviceBudget, budget: int, beside: int | None
-) -> int:
+) -> TileChoice:
     chosen = family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)
     if not codec.can_tile:
-        return 0
-    shapes = list(_most_demanding(chosen, recipe))
-    largest = max(max(shape.height, shape.width) for shape in shapes)
+        return TileChoice(0)
+    shapes = _encoded_shapes(chosen, recipe)
+    widest = max(max(shape.height, shape.width) for shape in shapes)
     mode = CachedFakeMode(allow_non_fake_inputs=True)
+    failed: list[TileChoice] = []
     with mode:
         for module in codec.modules():
             _make_encoder_fake(module)
-
-        def fits(tile: int) -> bool:
+        # One after another: a smaller tile may take more memory, if its neighbours' pixels that it
+        # reads are more.
+        for tile in (0, TILES[0], *(tile for tile in TILES[1:] if tile < widest)):
             codec.encode_tile = tile
-            traces = [clip_trace(mode, codec, shape, encode_clip, device) for shape in shapes]
-            return all(
-                each.activation_bytes + (each.weight_bytes if beside is None else beside) <= budget
-                for each in traces
-            )
-
-        if fits(0):
-            return 0
-        # Halved again and again: a larger tile takes more memory, and each trace takes a second.
-        tiles = [TILES[0], *(tile for tile in TILES[1:] if tile < largest)]
-        first, last = 0, len(tiles) - 1
-        while first < last:
-            middle = (first + last) // 2
-            if fits(tiles[middle]):
-                last = middle
+            for shape in list(shapes):
+                trace = clip_trace(mode, codec, shape, encode_clip, device)
+                there = trace.weight_bytes if beside is None else beside
+                if there + trace.activation_bytes > budget:
+                    failed.append(TileChoice(tile, shape, there + trace.activation_bytes))
+                    # First for the next tile, since each trace takes up to seconds.
+                    shapes.remove(shape)
+                    shapes.insert(0, shape)
+                    break
             else:
-                first = middle + 1
-    return tiles[first]
+                return TileChoice(tile)
+    return min(failed, key=lambda each: each.needed_bytes)
 
 
-def _most_demanding(chosen: Family, recipe: Recipe) -> Iterator[Bucket]:
-    """Yield the encoded shapes with the largest pictures and the most pixels, which may be one."""
-    shapes = [encoded_bucket(chosen, recipe, shape) for shape in recipe.data.shapes()]
-    widest = max(shapes, key=lambda shape: (shape.height * shape.width, shape.num_frames))
-    yield widest
-    longest = max(shapes, key=lambda shape: shape.num_pixels)
-    if longest.num_pixels > widest.num_pixels:
-        yield longest
+def _encoded_shapes(chosen: Family, recipe: Recipe) -> list[Bucket]:
+    """List the shapes that are encoded, those with the largest pictures first.
+
+    All count: rows and columns are divided into tiles of equal size, so that the tiles of a smaller
+    picture may be the larger ones.
+    """
+    given = (encoded_bucket(chosen, recipe, shape) for shape in recipe.data.shapes())
+    shapes = {(each.height * each.width, each.num_frames, each.width): each for each in given}
+    return [shapes[size] for size in sorted(shapes, reverse=True)]
 
 
 def encoder_runs(
@@ -299,7 +315,7 @@ def ahead_bytes(
     cannot be traced.
     """
     if recipe.training.encode_ahead is True:
-        recipe = with_tile_ahead(recipe, device)
+        recipe = recipe.with_encode_tile(choose_tile_ahead(recipe, device).pixels)
     bucket, chosen = batch.bucket, family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real
     text = outline_text(text_section(recipe), chosen)

@@ -30,11 +30,11 @@ from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
     check_gradients,
+    choose_tile,
     encoding_ahead,
     forecast,
     policy_traps,
     suggest_changes,
-    with_tile,
 )
 from longtake.planner.memory import MetaStep, outline_step, policy_forecast, static_memory
 from longtake.planner.record import KEEP, MemoryPlan, Options, PolicyForecast
@@ -276,12 +276,11 @@ def _plan(
     compared: Sequence[PolicyForecast] = (),
 ) -> TrainingPlan:
     fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
-    wanted, step = step.recipe.codec.encode_tile, with_tile(step, fixed)
+    tile = choose_tile(step, fixed)
+    if step.recipe.codec.encode_tile == "auto":
+        notes = [*notes, *tile.notes()]
+    step = replace(step, recipe=step.recipe.with_encode_tile(tile.pixels))
     ahead = encoding_ahead(step, memory)
-    tile = kept_tile(step.recipe.codec, None)
-    if tile and wanted == "auto":
-        how = encoding.describe_tile(tile)
-        notes = [*notes, f"Clips are encoded {how}: there is no memory for whole ones."]
     return TrainingPlan(
         policy=policy,
         options=options,
@@ -291,7 +290,7 @@ def _plan(
         notes=[str(note) for note in notes],
         budget_bytes=None if trace is None else step.device.budget_bytes,
         encodes_ahead=ahead is not None and ahead.is_chosen,
-        encode_tile=tile,
+        encode_tile=tile.pixels,
         compared=tuple(compared),
         fixed=fixed,
     )
@@ -333,9 +332,7 @@ def tile_to_fill(recipe: config.Recipe, world: World, *, elsewhere: bool = False
     if free is not None:
         device = replace(device, memory_bytes=free)
     found: list[int] = []
-    first_does(
-        lambda: found.append(kept_tile(encoding.with_tile(recipe, device).codec, None)), world
-    )
+    first_does(lambda: found.append(encoding.choose_tile(recipe, device).pixels), world)
     return from_first(found[0] if found else 0, world)
 
 

@@ -1,7 +1,7 @@
 """The report of `longtake plan`: forecasts of a step, of stages, sampling and the whole run."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from pydantic import TypeAdapter
 
@@ -16,19 +16,25 @@ from longtake.planner import plan_cache
 from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.cost import RunCost
 from longtake.planner.devices import DeviceBudget
-from longtake.planner.encoding import CacheForecast, CacheRates, cache_forecast, cache_rates
+from longtake.planner.encoding import (
+    CacheForecast,
+    CacheRates,
+    TileChoice,
+    cache_forecast,
+    cache_rates,
+)
 from longtake.planner.forecast import (
     EncodingAhead,
     Forecast,
     ForecastFacts,
     StoredStart,
     Suggestion,
+    choose_tile,
     encoding_ahead,
     forecast,
     short_memory,
     stored_start,
     suggest_changes,
-    with_tile,
 )
 from longtake.planner.memory import StepFacts, static_memory, step_of_facts
 from longtake.planner.mesh import Links, MeshForecast, mesh_forecast
@@ -64,6 +70,7 @@ class TracedFacts:
     policy_problem: str | None  # reason for which training would refuse the recipe's policy
     warnings: Sequence[str]  # of the model
     cache_rates: CacheRates | None  # None: there is no cache
+    tile: TileChoice
 
 
 @dataclass(frozen=True)
@@ -184,8 +191,10 @@ def _trace_more(known: Forecast, links: Links) -> TracedFacts:
     if known.chosen is not None:
         options, trace = known.chosen
         fixed = static_memory(known.step, trace.input_bytes, trace.weight_bytes)
-    step = with_tile(known.step, fixed)
-    recipe, phases = step.recipe, forecast_phases(step, options)
+    tile = choose_tile(known.step, fixed)
+    recipe = known.step.recipe.with_encode_tile(tile.pixels)
+    step = replace(known.step, recipe=recipe)
+    phases = forecast_phases(step, options)
     policy, chosen = recipe.recompute.policy, recipe.recompute.chosen()
     is_named = policy not in ("auto", "best")
     is_short = is_named and known.best is not None and known.policy(policy).fits is False
@@ -202,6 +211,7 @@ def _trace_more(known: Forecast, links: Links) -> TracedFacts:
         ahead=ahead,
         policy_problem=str(does_not_fit(known)) if is_short else None,
         warnings=review_model(step.components, recipe),
+        tile=tile,
         cache_rates=cache_rates(
             recipe, step.components, step.batch.bucket, {each.name: each.seconds for each in phases}
         ),

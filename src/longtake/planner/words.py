@@ -1,4 +1,4 @@
-"""English words for a plan's policies, options and parts of memory; imports no torch."""
+"""English words for a plan's policies, options and memory; imports no torch."""
 
 from typing import Final
 
@@ -41,3 +41,20 @@ FIXED_WORDS: Final = {
     "inputs": "latents, noise and conditioning of a micro-batch",
 }
 """Words for the parts of device memory that are taken under every recompute policy."""
+
+
+def cannot_encode(bucket: str, needed: str, how: str, more: str = "") -> str:
+    """Say that the memory is too little to encode clips, and what to do.
+
+    Args:
+        bucket: shape of the clips.
+        needed: memory that encoding one takes.
+        how: in which tiles it would be encoded; "" for whole clips.
+        more: a sentence on tiles, with a space after it.
+    """
+    even = f" even {how}" if how else ""
+    return (
+        f"Clips of {bucket} cannot be encoded in this memory{even}: {needed} are needed. "
+        f'{more}Train smaller clips, set codec.dtype = "bf16", or fill a cache on a larger GPU '
+        "by `longtake data cache`."
+    )

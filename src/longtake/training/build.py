@@ -102,8 +102,8 @@ def quantized_by(options: Options) -> Kinds:
 def _create(session: Session, plan: MemoryPlan) -> None:
     if session.recipe.model.quantize == "auto":
         keep_kinds(quantized_by(plan.options), session.run.components_path)
-    if session.recipe.codec.encode_tile == "auto":
-        keep_tile(plan.encode_tile, session.run.components_path)
+    # Of a recipe that names them, too: with "auto" on resume the run goes on with these.
+    keep_tile(plan.encode_tile, session.run.components_path)
     session.run.create(session.recipe, session.parent)
 
 
