@@ -50,8 +50,10 @@ def complaints(
         found.append("wrote control characters to the terminal")
     if ended.code == 2 and not ended.stderr.strip():
         found.append("gave no reason")
-    if ended.code == 2 and len(ended.stderr) > _MOST_LETTERS:
-        found.append(f"complained in {len(ended.stderr):,} letters")
+    # Before the complaint a training has told of its steps.
+    complaint = ended.stderr.rpartition("\nlongtake: ")[2]
+    if ended.code == 2 and len(complaint) > _MOST_LETTERS:
+        found.append(f"complained in {len(complaint):,} letters")
     found += [
         f"lost {name}"
         for name, data in before.items()

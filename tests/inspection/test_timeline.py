@@ -12,6 +12,7 @@ import pytest
 from tests.build import bare_recipe, make_row
 from tests.fuzz.mutations import damage_json, damage_lines
 
+from longtake import fsio
 from longtake.errors import LongtakeError, RecordError
 from longtake.inspection.rows import read_rows
 from longtake.inspection.series import SERIES, abandoned_branches, read_series
@@ -214,6 +215,12 @@ def test_a_clock_that_was_set_back_loses_no_seconds(writer: Writer) -> None:
     parts = writer.parts()
     assert parts["training"] == 7.5
     assert parts["waiting for data"] == 2.5
+
+
+def test_a_save_without_its_step_counts_for_none(told: RunDirectory) -> None:
+    before = dict(goodput(told, read_rows(told)))
+    fsio.append_json(told.events_path, {"time": fsio.now(), "event": "checkpoint"})
+    assert dict(goodput(told, read_rows(told))) == before
 
 
 def test_a_real_run_adds_up(told: RunDirectory) -> None:

@@ -336,7 +336,7 @@ def _seconds_of_steps(
     is_free, found = is_kept.copy(), {}
     firsts, lasts = abandoned_spans(rows)
     launches = np.array([period.rows.start for period in periods])
-    saved = [event["step"] for event in events if event["event"] == "checkpoint"]
+    saved = [event.get("step") for event in events if event["event"] == "checkpoint"]
     stalls = [each["at"] for each in facts.incidents(events, rows) if each.get("lasted_seconds")]
     after = {
         "starting": np.unique(launches[launches < len(rows)]),
