@@ -23,7 +23,7 @@ _HOUR_SECONDS = 3600.0
 
 def report_json(report: "PlanReport") -> dict[str, Any]:
     known, recipe, step = report.known, report.recipe, report.known.step
-    start, ahead = report.start, report.ahead
+    ahead = report.ahead
     reached, unreached = known.gradients.reached, known.gradients.unreached
     facts = {
         "device": known.device.name,
@@ -65,14 +65,7 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         ],
         "phases": [_phase(phase, recipe.sampling.every) for phase in report.phases],
         "checkpoint": {"every": recipe.checkpoint.every, "minutes": recipe.checkpoint.minutes},
-        "init_from": start
-        and {
-            "file": str(recipe.trainable.init_from),
-            "layers": start.num_layers,
-            "trained_layers": start.num_trained,
-            "rank": start.rank,
-            "expert": recipe.model.expert and recipe.model.folder(),
-        },
+        "init_from": _start(report),
         "stages": [_stage(stage) for stage in report.stages],
         "policy": report.named_policy,
         "policy_misses": report.policy_problem,
@@ -84,6 +77,19 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "cache": report.cache and _cache(report.cache),
     }
     return facts if report.cost is None else facts | {"cost": _cost(report.cost)}
+
+
+def _start(report: "PlanReport") -> dict[str, Any] | None:
+    start, recipe = report.start, report.recipe
+    if start is None:
+        return None
+    return {
+        "file": str(recipe.trainable.init_from),
+        "layers": start.num_layers,
+        "trained_layers": start.num_trained,
+        "rank": start.rank,
+        "expert": recipe.model.expert and recipe.model.folder(),
+    }
 
 
 def _policy(row: "PolicyForecast") -> dict[str, Any]:

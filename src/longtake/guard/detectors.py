@@ -61,9 +61,6 @@ OK = GuardVerdict("ok")
 def judge(history: History, now: StepStatistics, settings: GuardSettings) -> GuardVerdict:
     """Return the verdict of the first detector that finds a divergence in a step, or `OK`.
 
-    A loss or gradient that is not finite, and a spike, skip the update, or roll back after
-    `max_skips` skips in close succession; what the others find always rolls back.
-
     Args:
         history: steps before `now`.
         now: the step, before its update.
@@ -72,7 +69,7 @@ def judge(history: History, now: StepStatistics, settings: GuardSettings) -> Gua
     window = StepWindow(history, now, settings)
     with np.errstate(all="ignore"):  # float range is exceeded when statistics explode
         return (
-            # The first verdict names the reason, so the most specific detectors come first.
+            # The most specific first: it names the reason. Only the first and the last one skip.
             detect_non_finite(window)
             or detect_weight_norm_jump(window)
             or detect_recurring_edge(window)

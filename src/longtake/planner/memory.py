@@ -163,8 +163,6 @@ def outline_step(
         offloads=is_whole,
         host_bytes=max(0, device.host_bytes - pinned),
     )
-    is_ahead = recipe.training.encode_ahead is True and device.target == "cuda"
-    ahead = ahead_bytes(recipe, components, largest, device) if is_ahead else None
     outlined = components, Tracer(subject, device)
     return MetaStep(
         precision=precision,
@@ -172,7 +170,7 @@ def outline_step(
         stages=batches,
         world_size=world_size,
         per_node=per_node,
-        encoding_bytes=ahead or 0,
+        encoding_bytes=_bytes_ahead(recipe, components, largest, device),
         recipe=recipe,
         device=device,
         find_outlined=lambda: outlined,
@@ -236,6 +234,15 @@ def quantize_as_given(
         kind = (quantized or {}).get(names[block]) if named == "auto" else named
         if kind is not None and kind != "none":
             quantize_linears(block, kind)
+
+
+def _bytes_ahead(
+    recipe: Recipe, components: Components, batch: StageBatch, device: DeviceBudget
+) -> int:
+    """Return the bytes of encoding the next micro-batch beside a step, if the recipe wants it."""
+    if recipe.training.encode_ahead is not True or device.target != "cuda":
+        return 0
+    return ahead_bytes(recipe, components, batch, device) or 0
 
 
 def _refuse_missing_products(recipe: Recipe, device: DeviceBudget) -> None:
