@@ -15,7 +15,8 @@ reported. Outcomes are stored as they come, so that a run can be interrupted.
 
 A mutant that no test can notice, because the program behaves the same, is equivalent: somebody who
 has read the code writes its number and the reason under "equivalent" of the set. The share is of
-the others, survivors and those that no test reaches included.
+the others, survivors and those that no test reaches included. The number of one that a test
+notices which was written because of it, tried by hand, is written with the test under "since".
 """
 
 import argparse
@@ -165,6 +166,7 @@ def main() -> None:
         chosen = [asdict(each) for each in pick(asked.tree)]
         data = _load()
         data[asked.name] = {"commit": commit, "mutants": chosen, "outcomes": {}, "equivalent": {}}
+        data[asked.name]["since"] = {}
         _save(data)
     elif asked.verb == "run":
         mutants = [Mutant(**each) for each in _load()[asked.name]["mutants"]]
@@ -529,16 +531,20 @@ def report(data: Mapping[str, Any]) -> str:
     for package in [*packages, "all"]:
         row = [_counted(chosen, package) for chosen in data.values()]
         lines.append(f"| {package} | " + " | ".join(row) + " |")
+    lines += ["", "Killed in the trial; tests that were written because of a survivor are below."]
     for name, chosen in data.items():
         lines += ["", f"Not noticed in {name} ({chosen['commit']}):", ""]
         for number, outcome in sorted(chosen["outcomes"].items(), key=lambda each: int(each[0])):
             if outcome.startswith(("killed", "hung")):
                 continue
             mutant = chosen["mutants"][int(number)]
-            said = chosen["equivalent"].get(number)
+            if (reason := chosen["equivalent"].get(number)) is not None:
+                outcome = f"equivalent. {reason}"
+            elif (test := chosen.get("since", {}).get(number)) is not None:
+                outcome += f"; noticed since by {test}"
             lines.append(
                 f"- {mutant['path']} {mutant['function']}: `{mutant['statement'][:90]}` with "
-                f"`{mutant['changed']}`: " + (f"equivalent, {said}" if said else outcome)
+                f"`{mutant['changed']}`: {outcome}"
             )
     return "\n".join([*lines, ""])
 
