@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.build import QUIET, events, not_none, rows
+from tests.build import QUIET, TINY_WAN, events, not_none, rows
 
 import longtake
 from longtake import config
 from longtake.config import Recipe
-from longtake.errors import PlanError
+from longtake.errors import PlanError, RecipeError
 from longtake.fsio import write_json
 from longtake.parallel import attention_rules
 from longtake.parallel.attention_rules import Kernel, KernelChoice
@@ -25,7 +25,7 @@ from longtake.planner.activation_checkpointing import POLICIES
 from longtake.planner.attention_check import AttentionAnswer
 from longtake.planner.devices import device_budget
 from longtake.planner.forecast import forecast, suggest_changes
-from longtake.planner.plan import free_memory, make_plan
+from longtake.planner.plan import free_memory, make_plan, tile_to_fill
 from longtake.planner.record import KEEP, MemoryPlan, newest_plan
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
@@ -300,3 +300,19 @@ def test_the_kernel_of_attention_that_was_chosen_is_counted(
         assert {each.chosen for each in attention_rules.CHOICES.values()} == {kernel[0]}
         peaks.append(not_none(made.memory).step_peak_bytes)
     assert peaks[0] == peaks[1] > peaks[2]
+
+
+def test_a_clusters_workers_need_a_memory_or_tiles(small_recipe: _Make) -> None:
+    """Where the codec has tiles: the memory of the machine that asks says nothing of theirs."""
+    cached = (*TINY_WAN, "data.cache=cache", "data.windows=1")
+
+    def chosen(*changes: str) -> int:
+        return tile_to_fill(small_recipe(*cached, *changes), _ALONE, elsewhere=True)()
+
+    with pytest.raises(RecipeError, match=r"recompute\.memory=24GiB, or .* codec.encode_tile="):
+        chosen("training.device=auto")
+    assert chosen("training.device=auto", "codec.encode_tile=64") == 64
+    assert chosen("training.device=auto", "recompute.memory=24GiB") == 0
+    assert chosen("training.device=cpu") == 0
+    pixels = small_recipe("training.device=auto", "data.cache=cache", "data.windows=1")
+    assert tile_to_fill(pixels, _ALONE, elsewhere=True)() == 0

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,7 @@ from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, PlanError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
-from longtake.models.codec import kept_tile
+from longtake.models.codec import PixelCodec, kept_tile
 from longtake.planner.encoding import TileChoice
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request
@@ -212,7 +213,10 @@ def test_videos_train_from_a_cache_as_from_pixels(
 def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
     small_recipe: Recipes, shapes_catalog: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`auto`, chosen once: bitwise the same run, and a cache that was filled ahead is used."""
+    """`auto`, chosen once: bitwise the same run, and a cache that was filled ahead is used.
+
+    It keeps the choice of who began it.
+    """
     monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(8))
     changes = (
         *_VIDEOS, f"data.catalog={shapes_catalog}", "recompute.memory=1GiB", "training.steps=3",
@@ -225,8 +229,10 @@ def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
     plain = small_recipe.trained(*changes, name="plain")
     monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(8))
     cached = small_recipe(*changes, _cache_of(tmp_path), name="cached")
-    cache_ahead(cached, QUIET)
+    assert cache_ahead(cached, QUIET)["encode_tile"] == 8
     ahead = _entries(cached)
+    # Another device, or more processes.
+    monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(0))
     train(cached, QUIET)
     assert _entries(cached) == ahead
     assert rows(plain, "step", "loss", "grad_norm") == rows(cached, "step", "loss", "grad_norm")
@@ -653,8 +659,9 @@ def test_a_broken_recipe_leaves_no_run_and_no_cache(small_recipe: Recipes, tmp_p
         cache_ahead(small_recipe(*_VIDEOS), QUIET)
     wrong = "data.buckets=[{num_frames=6, height=32, width=32}]"
     for fill in (train, cache_ahead):
-        with pytest.raises(RecipeError, match="cannot be encoded"):
-            fill(small_recipe(*_VIDEOS, _cache_of(tmp_path), wrong), QUIET)
+        for memory in ([], ["recompute.memory=1GiB"]):
+            with pytest.raises(RecipeError, match="cannot be encoded"):
+                fill(small_recipe(*_VIDEOS, _cache_of(tmp_path), wrong, *memory), QUIET)
     (tmp_path / "file").touch()
     blocked = small_recipe(*_VIDEOS, f"data.cache={tmp_path / 'file'}")
     with pytest.raises(DataError, match="The cache cannot be written"):
@@ -749,6 +756,39 @@ def prints(small_recipe: Recipes, tmp_path: Path) -> Prints:
         return codec_fingerprint(recipe, tmp_path), text_fingerprint(recipe, tmp_path)
 
     return of
+
+
+def test_a_cache_keeps_its_tiles_for_each_codec(small_recipe: Recipes, tmp_path: Path) -> None:
+    first = small_recipe(*_VIDEOS, _cache_of(tmp_path))
+    made = tmp_path / "made"
+    make_parts(first, _WORDS, made)
+    numbers = iter([64, 0])
+
+    def choose() -> int:
+        return next(numbers)
+
+    other = small_recipe(*_VIDEOS, _cache_of(tmp_path), "codec.dtype=bf16")
+    for recipe, tile in ((first, 64), (first, 64), (other, 0), (other, 0), (first, 64)):
+        assert latent_cache.settle_tile(recipe, made, choose) == tile
+    named = small_recipe(*_VIDEOS, _cache_of(tmp_path), "codec.encode_tile=16")
+    assert latent_cache.settle_tile(named, made, choose) == 16
+
+
+def test_a_clip_for_which_memory_is_short_is_named(
+    small_recipe: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Short(PixelCodec):
+        encode_tile = 128
+
+        def encode(self, videos: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(latent_cache, "build_codec", lambda *_: Short())
+    encode = latent_cache._load_part_encoder(small_recipe(), tmp_path, torch.device("cpu"))
+    part: Any = SimpleNamespace(made="latents", bucket="5 frames of 64x64")
+    match = r"no memory left to encode a clip of 5 frames of 64x64 in tiles of 128 pixels, as"
+    with pytest.raises(PlanError, match=match):
+        encode(part, {"pixels": np.zeros((3, 5, 64, 64), np.uint8)})
 
 
 def test_captions_for_which_memory_is_short_are_encoded_in_smaller_batches(

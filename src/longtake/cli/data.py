@@ -628,6 +628,7 @@ def cache(
         from longtake.data.auto_buckets import with_buckets
         from longtake.data.packs import CACHE_KINDS
         from longtake.data.tasks import Work, connected
+        from longtake.planner.encoding import describe_tile
         from longtake.training.latent_cache import cache_ahead
         from longtake.trust import load_recipe
 
@@ -653,7 +654,9 @@ def cache(
         for kind in CACHE_KINDS
     )
     mebibytes = round(facts["bytes"] / 2**20, 1)
-    say.line(f"{facts['cache']}: {', '.join(counts)}; {mebibytes} MiB written.")
+    how = describe_tile(facts["encode_tile"])
+    tiles = f"; clips {how}" if how else ""
+    say.line(f"{facts['cache']}: {', '.join(counts)}{tiles}; {mebibytes} MiB written.")
 
 
 @data_app.command()

@@ -6,7 +6,7 @@ A restart reads the kept plan from the run directory.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -16,13 +16,13 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from longtake import config, fsio
-from longtake.errors import CannotBePlannedError, LongtakeError, PlanError
+from longtake.errors import CannotBePlannedError, LongtakeError, PlanError, RecipeError
 from longtake.formatting import format_size
 from longtake.models.codec import kept_tile
-from longtake.models.components import Components, Kinds, read_kinds
+from longtake.models.components import Components, Kinds, outline, read_kinds
 from longtake.models.numerics import Precision
 from longtake.parallel import attention_rules
-from longtake.parallel.collectives import first_does, from_first, gather_objects
+from longtake.parallel.collectives import from_first, gather_objects
 from longtake.parallel.mesh import World
 from longtake.planner import attention_check, encoding, plan_cache
 from longtake.planner.activation_checkpointing import caller, options_of
@@ -277,7 +277,8 @@ def _plan(
 ) -> TrainingPlan:
     fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
     tile = choose_tile(step, fixed)
-    if step.recipe.codec.encode_tile == "auto":
+    # A cache may have been filled in other tiles, on another device, and need no encoding.
+    if step.recipe.codec.encode_tile == "auto" and step.recipe.encodes_in_steps():
         notes = [*notes, *tile.notes()]
     step = replace(step, recipe=step.recipe.with_encode_tile(tile.pixels))
     ahead = encoding_ahead(step, memory)
@@ -317,23 +318,35 @@ def does_not_fit(known: Forecast) -> PlanError:
     return PlanError("\n".join([f"{text} Or:" if suggestions else text, *suggestions]))
 
 
-def tile_to_fill(recipe: config.Recipe, world: World, *, elsewhere: bool = False) -> int:
-    """Return the tiles in which a cache is filled before its run exists: see `kept_tile`.
+def tile_to_fill(
+    recipe: config.Recipe, world: World, *, elsewhere: bool = False
+) -> Callable[[], int]:
+    """Return a function that chooses in which tiles a cache is filled before its run exists.
 
-    All ranks must call it. They are those that the run would choose on the same devices.
+    All ranks must call this; the function is for rank 0.
 
     Args:
         recipe: recipe with a cache.
         world: all ranks that fill the cache.
-        elsewhere: a cluster's workers encode, of whose devices only the recipe is known here.
+        elsewhere: a cluster's workers encode, of whose devices only the recipe is known here. The
+            function raises RecipeError if it names neither tiles nor the memory.
     """
     free = free_memory(recipe, world)
     device = device_budget(recipe) if elsewhere else _training_device(recipe, world)
     if free is not None:
         device = replace(device, memory_bytes=free)
-    found: list[int] = []
-    first_does(lambda: found.append(encoding.choose_tile(recipe, device).pixels), world)
-    return from_first(found[0] if found else 0, world)
+
+    def choose() -> int:
+        is_unknown = elsewhere and device.memory_bytes is None and recipe.training.device != "cpu"
+        if is_unknown and recipe.codec.encode_tile == "auto" and outline(recipe).codec.can_tile:
+            raise RecipeError(
+                "The tiles in which clips are encoded depend on the workers' memory, which is not "
+                "known here. Set it, such as --set recompute.memory=24GiB, or name the tiles, such "
+                "as --set codec.encode_tile=512, or 0 for whole clips."
+            )
+        return encoding.choose_tile(recipe, device).pixels
+
+    return choose
 
 
 def keep_plan(

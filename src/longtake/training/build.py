@@ -13,10 +13,11 @@ from torch.utils._triton import has_triton
 
 from longtake import errors, heartbeat
 from longtake.config import Bucket, Recipe
+from longtake.data.cache import make_folder
 from longtake.data.loader import Loader
 from longtake.formatting import escape
 from longtake.models import pretrained
-from longtake.models.codec import keep_tile
+from longtake.models.codec import keep_tile, kept_tile
 from longtake.models.components import (
     Components,
     Kinds,
@@ -32,6 +33,7 @@ from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
 from longtake.parallel import attention_rules, collectives, context_parallel, equality, fsdp, mesh
 from longtake.planner import activation_checkpointing
+from longtake.planner.encoding import describe_tile
 from longtake.planner.plan import run_blocks
 from longtake.planner.record import KEEP, MemoryPlan, Options, is_streamed, quantization_of
 from longtake.run_dir import RunDirectory
@@ -121,7 +123,10 @@ def _build_with_cache(
         if not run.exists():
             outline(recipe)  # errors before the run exists
             latent_cache.make_parts(recipe, captions, run.components_path, _parents_parts(session))
-            _create(session, plan)
+            assert recipe.data.cache is not None
+            make_folder(recipe.data.cache)
+            tile = latent_cache.settle_tile(recipe, run.components_path, lambda: plan.encode_tile)
+            _create(session, replace(plan, encode_tile=tile))
 
     collectives.first_does(open_run, world)
     # The run exists now, and filling the cache may take hours.
@@ -130,7 +135,9 @@ def _build_with_cache(
     cache, report = latent_cache.fill_cache(recipe, loader, run.components_path, world, console)
     loader.read_from(cache, report.failures, report.incidents)
     if world.is_first:
-        console.print(escape(f"  cache {cache.folder}: {report}"), highlight=False)
+        how = describe_tile(kept_tile(recipe.codec, run.components_path))
+        encoded = f", clips {how}" if how else ""
+        console.print(escape(f"  cache {cache.folder}: {report}{encoded}"), highlight=False)
     heartbeat.set_phase("build")
     samples = recipe.sampling.every is not None
     collectives.first_does(lambda: fetch(recipe, frozen_parts=samples), world)

@@ -29,12 +29,13 @@ from rich.markup import escape
 from torch import Tensor
 
 from longtake import errors, progress
-from longtake.config import PooledSection, Recipe, TextSection
+from longtake.config import Bucket, PooledSection, Recipe, TextSection
 from longtake.data import cache_fill, checks
 from longtake.data.cache import Cache, ContentHashes, SamplePart, make_folder
 from longtake.data.loader import Loader
 from longtake.data.tasks import ALL_CORES, Work
 from longtake.data.training_captions import all_captions
+from longtake.fsio import Count, read_record, write_once
 from longtake.models.base import family
 from longtake.models.codec import build_codec, keep_tile, kept_tile
 from longtake.models.components import assemble, outline, text_section
@@ -51,6 +52,7 @@ from longtake.models.text import (
 )
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
+from longtake.planner.encoding import describe_tile
 from longtake.planner.plan import tile_to_fill
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import try_within_memory
@@ -99,11 +101,12 @@ def cache_ahead(
             first_does(lambda: run.claim(recipe), world)
             parts: AbstractContextManager[Path] = nullcontext(run.components_path)
         else:
-            tile = tile_to_fill(recipe, world, elsewhere=work.on is not None)
-            parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), tile, world)
+            choose = tile_to_fill(recipe, world, elsewhere=work.on is not None)
+            parts = _made_parts(recipe, recipe.data.cache, captions_of(loader), choose, world)
         with parts as made:
             cache, report = fill_cache(recipe, loader, made, world, console, work, part)
-        return {"cache": str(cache.folder), **report.facts()}
+            tile = kept_tile(recipe.codec, made)
+        return {"cache": str(cache.folder), "encode_tile": tile, **report.facts()}
 
 
 def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
@@ -120,7 +123,7 @@ def _world(recipe: Recipe, on: str | None) -> AbstractContextManager[World]:
 
 @contextmanager
 def _made_parts(
-    recipe: Recipe, cache: Path, captions: list[str], tile: int, world: World
+    recipe: Recipe, cache: Path, captions: list[str], choose: Callable[[], int], world: World
 ) -> Iterator[Path]:
     """Create a new codec and text encoder in a folder that all ranks see, deleted at the end."""
     made = cache / "aside" / f"parts-{from_first(secrets.token_hex(8), world)}"
@@ -129,7 +132,7 @@ def _made_parts(
         outline(recipe)  # raises errors of the recipe before there is a folder
         make_folder(cache)
         make_parts(recipe, captions, made)
-        keep_tile(tile, made)
+        keep_tile(settle_tile(recipe, made, choose), made)
 
     first_does(make, world)
     try:
@@ -137,6 +140,31 @@ def _made_parts(
     finally:
         if world.is_first:
             shutil.rmtree(made, ignore_errors=True)
+
+
+def settle_tile(recipe: Recipe, made: Path, choose: Callable[[], int]) -> int:
+    """Return the tiles in which a recipe's cache holds clips: see `kept_tile`.
+
+    For `codec.encode_tile` = "auto" they are chosen when the cache is first filled, and kept in its
+    folder, so that everybody who fills it or trains from it finds the same entries, on whatever
+    device.
+
+    Args:
+        recipe: recipe with a cache, whose folder exists.
+        made: folder with the codec, unless it is pretrained.
+        choose: chooses tiles for a cache that has none of this codec.
+    """
+    if recipe.codec.encode_tile != "auto" or recipe.codec.kind == "pixels":
+        return kept_tile(recipe.codec, None)
+    assert recipe.data.cache is not None
+    of_codec = codec_fingerprint(recipe.with_encode_tile(0), made)
+    path = recipe.data.cache / "encoders" / f"tile-{of_codec}.json"
+    kept = read_record(path, dict[str, Count])
+    if kept is None:
+        write_once(path, {"pixels": choose()})
+        # Another command may have been first.
+        kept = read_record(path, dict[str, Count])
+    return (kept or {}).get("pixels", 0)
 
 
 def captions_of(loader: Loader) -> list[str]:
@@ -329,7 +357,10 @@ def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cach
         given = {name: torch.from_numpy(each)[None].to(device) for name, each in read.items()}
         if part.made == "latents":
             (pixels,) = given.values()
-            return {"latents": codec.encode(pixels)[0]}
+            encoded_clip = try_within_memory(codec.encode, pixels)
+            if encoded_clip is None:
+                raise _no_memory_to_encode(device, part.bucket, codec.encode_tile)
+            return {"latents": encoded_clip[0]}
         if part.made == "prompt":
             encoded = text.encode([part.caption], given)
         else:
@@ -337,6 +368,15 @@ def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cach
         return {name: each[0] for name, each in encoded.items()}
 
     return encode
+
+
+def _no_memory_to_encode(device: torch.device, bucket: Bucket, tile: int) -> errors.PlanError:
+    return errors.PlanError(
+        f"{device} has no memory left to encode a clip of {bucket} "
+        f"{describe_tile(tile) or 'as a whole'}, as its cache was begun. Fill it on a larger GPU "
+        "by `longtake data cache`, or set codec.encode_tile to smaller tiles or codec.dtype to "
+        "bf16, for which all clips are encoded again."
+    )
 
 
 def _load_caption_encoder(
