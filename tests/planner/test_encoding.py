@@ -13,6 +13,8 @@ from longtake import config
 from longtake.config import Bucket, CodecSection, Recipe
 from longtake.models.base import family
 from longtake.models.codec import build_codec, outline_codec
+from longtake.models.components import text_section
+from longtake.models.text import outline_text
 from longtake.planner.devices import CPU, DEVICES, DeviceBudget
 from longtake.planner.encoding import (
     TILES,
@@ -137,6 +139,22 @@ def test_the_largest_tile_that_fits_is_chosen() -> None:
     assert choose_tile(recipe.with_encode_tile(64), tight) == TileChoice(64)
     memory = replace(_H100, memory_bytes=4 * peaks[512].activation_bytes)
     assert choose_tile_ahead(recipe, memory) == TileChoice(512)
+
+
+def test_encoders_of_pictures_are_beside_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a cache is filled; layer by layer where the memory is too little for them whole."""
+    short = "wan", Bucket(num_frames=5, height=720, width=1280)
+    recipe, whole = _recipe(*short), _traced(*short, 0)
+    text = outline_text(text_section(recipe), family("wan")).modules()
+    num_bytes = sum(each.nbytes for module in text for each in module.parameters())
+    enough = replace(_H100, memory_bytes=whole.peak_bytes + num_bytes + 2**20, reserve=0.0)
+    less = replace(enough, memory_bytes=whole.peak_bytes + num_bytes - 2**20)
+    assert choose_tile(recipe, less) == TileChoice(0)  # captions are encoded before
+    monkeypatch.setattr("longtake.planner.encoding.text_reads_pictures", lambda _: True)
+    assert choose_tile(recipe, enough) == TileChoice(0)
+    assert choose_tile(recipe, less).pixels > 0
+    monkeypatch.setattr("longtake.planner.encoding.encodes_by_layer", lambda *_: True)
+    assert choose_tile(recipe, less) == TileChoice(0)
 
 
 def test_a_tile_fits_every_shape() -> None:

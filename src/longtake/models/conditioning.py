@@ -16,9 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, Recipe
-from longtake.models.base import Conditioning, Family
+from longtake.models.base import Conditioning, Family, family
 from longtake.models.codec import Codec
 from longtake.models.components import Components
+from longtake.models.pretrained import PipelinePart
+from longtake.models.releases import has_part
 
 
 def encode_inputs(
@@ -41,6 +43,23 @@ def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
     taken = chosen.inputs.names(recipe.model)[1] if chosen.inputs.encodes_together else ()
     encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
     return encoded if any(name in taken for name in encoded) else ()
+
+
+def text_reads_pictures(recipe: Recipe) -> bool:
+    """Return true if a text encoder reads pictures, either alone or together with captions."""
+    chosen = family(recipe.model.family)
+    alone = encoded_together(chosen, recipe) and further_encoders(recipe, of_captions=False)
+    return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))
+
+
+def further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]:
+    """Return the encoders of a model release beyond its first text encoder.
+
+    They are those that read captions, or those that read pictures.
+    """
+    where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
+    wanted = [each for each in parts if each.reads_captions == of_captions]
+    return [] if where is None else [each for each in wanted if has_part(where, each)]
 
 
 def condition_on(

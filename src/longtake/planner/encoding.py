@@ -13,8 +13,9 @@ from longtake.formatting import format_size
 from longtake.models.base import Family, family, latent_shape
 from longtake.models.codec import Codec, outline_codec
 from longtake.models.components import Components, text_section
-from longtake.models.conditioning import outline_conditioning, picture_sizes
-from longtake.models.text import TextEncoder, outline_text
+from longtake.models.conditioning import outline_conditioning, picture_sizes, text_reads_pictures
+from longtake.models.streamed import NUM_BUFFERS, layer_lists
+from longtake.models.text import TextEncoder, encodes_by_layer, outline_text
 from longtake.planner.batch_sizes import StageBatch
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
@@ -86,8 +87,8 @@ def choose_tile(recipe: Recipe, device: DeviceBudget, beside: int | None = None)
     Args:
         recipe: any recipe.
         device: device on which clips are encoded.
-        beside: bytes that are taken besides the activations of encoding; None: the codec's weights,
-            as it encodes alone.
+        beside: bytes that are taken besides the activations of encoding; None: the weights that are
+            there when a cache is filled.
     """
     if recipe.codec.encode_tile != "auto":
         return TileChoice(recipe.codec.encode_tile)
@@ -120,6 +121,7 @@ def _largest_that_fits(
         return TileChoice(0)
     shapes = _encoded_shapes(chosen, recipe)
     widest = max(max(shape.height, shape.width) for shape in shapes)
+    more = _beside_codec(recipe, codec, budget) if beside is None else 0
     mode = CachedFakeMode(allow_non_fake_inputs=True)
     failed: list[TileChoice] = []
     with mode:
@@ -131,7 +133,7 @@ def _largest_that_fits(
             codec.encode_tile = tile
             for shape in list(shapes):
                 trace = clip_trace(mode, codec, shape, encode_clip, device)
-                there = trace.weight_bytes if beside is None else beside
+                there = trace.weight_bytes + more if beside is None else beside
                 if there + trace.activation_bytes > budget:
                     failed.append(TileChoice(tile, shape, there + trace.activation_bytes))
                     # First for the next tile, since each trace takes up to seconds.
@@ -141,6 +143,25 @@ def _largest_that_fits(
             else:
                 return TileChoice(tile)
     return min(failed, key=lambda each: each.needed_bytes)
+
+
+def _beside_codec(recipe: Recipe, codec: Codec, budget: int) -> int:
+    """Return the bytes of text encoders that read pictures, and so are there for a cache's clips.
+
+    `place_text` places them beside the codec, whole or layer by layer.
+    """
+    if not text_reads_pictures(recipe):
+        return 0
+    modules = outline_text(text_section(recipe), family(recipe.model.family)).modules()
+    num_bytes = _num_bytes(modules)
+    if encodes_by_layer(num_bytes, budget - _num_bytes(codec.modules())):
+        for layers in (each for module in modules for each in layer_lists(module)):
+            num_bytes -= _num_bytes(layers[NUM_BUFFERS:])
+    return num_bytes
+
+
+def _num_bytes(modules: Sequence[nn.Module]) -> int:
+    return sum(each.nbytes for m in modules for each in (*m.parameters(), *m.buffers()))
 
 
 def _encoded_shapes(chosen: Family, recipe: Recipe) -> list[Bucket]:

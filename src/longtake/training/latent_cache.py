@@ -39,9 +39,13 @@ from longtake.fsio import Count, read_record, write_once
 from longtake.models.base import family
 from longtake.models.codec import build_codec, keep_tile, kept_tile
 from longtake.models.components import assemble, outline, text_section
-from longtake.models.conditioning import encoded_together
+from longtake.models.conditioning import (
+    encoded_together,
+    further_encoders,
+    text_reads_pictures,
+)
 from longtake.models.pretrained import PipelinePart, locate
-from longtake.models.releases import find_part, has_part
+from longtake.models.releases import find_part
 from longtake.models.text import (
     LENGTH_STEP,
     NO_CAPTION,
@@ -326,23 +330,6 @@ def _text(recipe: Recipe, made: Path) -> TextEncoder:
     return build_text(text_section(recipe), family(recipe.model.family), (), made)
 
 
-def text_reads_pictures(recipe: Recipe) -> bool:
-    """Return true if a text encoder reads pictures, either alone or together with captions."""
-    chosen = family(recipe.model.family)
-    alone = encoded_together(chosen, recipe) and _further_encoders(recipe, of_captions=False)
-    return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))
-
-
-def _further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]:
-    """Return the encoders of a model release beyond its first text encoder.
-
-    They are those that read captions, or those that read pictures.
-    """
-    where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
-    wanted = [each for each in parts if each.reads_captions == of_captions]
-    return [] if where is None else [each for each in wanted if has_part(where, each)]
-
-
 def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cache_fill.EncodePart:
     chosen = family(recipe.model.family)
     codec = build_codec(recipe.codec, chosen.frozen.codec, made)
@@ -437,7 +424,7 @@ def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
     facts: list[object] = [recipe.model.family, chosen.inputs.version]
     facts.append(codec_fingerprint(recipe, made))
     folders = list[Path]()
-    for each in _further_encoders(recipe, of_captions=False):
+    for each in further_encoders(recipe, of_captions=False):
         part, of_part = _encoder_folders(each, section.pretrained, made)
         facts += [part.class_name, section.kept_in()]
         folders += of_part
@@ -465,7 +452,7 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
         found = find_part(section.pretrained, parts.processor)
         facts += [recipe.model.family, chosen.inputs.version]
         folders.append(locate(section.pretrained, found.folder) / found.folder)
-    for each in _further_encoders(recipe, of_captions=True):
+    for each in further_encoders(recipe, of_captions=True):
         part, of_part = _encoder_folders(each, section.pretrained, made)
         facts.append(part.class_name)
         folders += of_part

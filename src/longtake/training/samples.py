@@ -21,6 +21,7 @@ from longtake import config, errors, heartbeat, process
 from longtake.data.loader import Loader
 from longtake.evaluation_dir import Scores
 from longtake.models.components import PARTS, Components, Part, build_frozen_parts
+from longtake.models.conditioning import text_reads_pictures
 from longtake.models.pretrained import local_copies
 from longtake.models.text import TextEncoder
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
@@ -35,7 +36,6 @@ from longtake.sampling.sampler import (
     Sampler,
     refuse_unfitting,
 )
-from longtake.training import latent_cache
 from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 
@@ -333,7 +333,7 @@ def open_sampler(
     # Each rank samples `batch_size` videos at a time.
     presets = [replace(each, batch_size=each.batch_size * world.data_size) for each in presets]
     there = replace(parts, stays=frozenset(PARTS))
-    reads_pictures = latent_cache.text_reads_pictures(recipe)
+    reads_pictures = text_reads_pictures(recipe)
     if recipe.data.cache is not None:
         with local_copies():
             with_text = world.is_first or reads_pictures
