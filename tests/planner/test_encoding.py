@@ -22,6 +22,7 @@ from longtake.planner.encoding import (
     CacheRates,
     TileChoice,
     cache_forecast,
+    cache_rates,
     choose_tile,
     choose_tile_ahead,
     clip_trace,
@@ -205,6 +206,37 @@ def test_tiles_take_the_memory_that_is_predicted(name: str) -> None:
         codec.encode(video)
     predicted = expected.activation_bytes - video.nbytes
     assert memory.peak_bytes == pytest.approx(predicted, rel=1e-3)
+
+
+def test_a_cache_holds_further_inputs_of_each_window() -> None:
+    """And so captions that are encoded with pictures, each with and without its words."""
+    bucket = Bucket(num_frames=5, height=64, width=64)
+    plain = _recipe("wan", bucket, "text.kind=words")
+    pose = 'data.conditioning.pose={kind="numbers", path="{stem}.npy", width=7, per_frame=true}'
+    posed = config.changed(plain, [pose])
+    codec = outline_codec(plain.codec, family("wan").frozen.codec)
+    text = outline_text(plain.text, family("wan"))
+    parts: Any = SimpleNamespace(family=family("wan"), codec=codec, text=text)
+    seconds = {"text": 0.5, "encode": 2.0}
+    of_plain, of_posed = (
+        not_none(cache_rates(recipe, parts, bucket, seconds)) for recipe in (plain, posed)
+    )
+    latents = 16 * 2 * 8 * 8 * 4
+    assert (of_plain.window_bytes, of_posed.window_bytes) == (latents, latents + 5 * 7 * 4)
+    assert of_posed == replace(of_plain, window_bytes=of_posed.window_bytes)
+    assert (of_plain.window_seconds, of_plain.caption_seconds) == (2.0, 0.5)
+
+    parts.family = SimpleNamespace(
+        text=SimpleNamespace(seen_pictures=dict), inputs=parts.family.inputs
+    )
+    seen = not_none(cache_rates(posed, parts, bucket, seconds))
+    assert seen == replace(
+        of_posed,
+        window_seconds=2.0 + 2 * 0.5,
+        window_bytes=of_posed.window_bytes + 2 * of_posed.caption_bytes,
+        caption_seconds=0.0,
+        caption_bytes=0,
+    )
 
 
 def test_a_cache_grows_with_clips_windows_and_pixels() -> None:

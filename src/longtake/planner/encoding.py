@@ -13,7 +13,12 @@ from longtake.formatting import format_size
 from longtake.models.base import Family, family, latent_shape
 from longtake.models.codec import Codec, outline_codec
 from longtake.models.components import Components, text_section
-from longtake.models.conditioning import outline_conditioning, picture_sizes, text_reads_pictures
+from longtake.models.conditioning import (
+    outline_conditioning,
+    outline_inputs,
+    picture_sizes,
+    text_reads_pictures,
+)
 from longtake.models.streamed import NUM_BUFFERS, layer_lists
 from longtake.models.text import TextEncoder, encodes_by_layer, outline_text
 from longtake.planner.batch_sizes import StageBatch
@@ -265,10 +270,10 @@ class CacheRates:
     """Predicted seconds and bytes of what a cache holds of one clip of the largest shape."""
 
     num_pixels: int  # of the shape, with which both grow
-    window_seconds: float  # of one window, and of further inputs that the codec encodes
+    window_seconds: float  # of one window, its further inputs, and texts encoded with its pictures
     window_bytes: int
     caption_seconds: float
-    caption_bytes: int  # of a caption of the greatest length, and of further inputs
+    caption_bytes: int  # of a caption of the greatest length, if it is encoded alone
 
 
 @dataclass(frozen=True)
@@ -294,17 +299,25 @@ def cache_rates(
     """
     if recipe.data.cache is None:
         return None
-    in_bf16 = recipe.data.cache_dtype == "bf16"
+    chosen, in_bf16 = components.family, recipe.data.cache_dtype == "bf16"
+    width = 2 if in_bf16 else 4
     # Packs hold numbers in bf16 where that is exact.
-    width = 2 if in_bf16 or recipe.text.kept_in() == "bf16" else 4
-    inputs = outline_conditioning(components, recipe, bucket).values()
+    of_text = 2 if recipe.text.kept_in() == "bf16" else width
+    inputs = outline_inputs(components, recipe.model_inputs(), bucket)
+    texts = components.text.outline(picture_sizes(chosen, recipe, bucket))
+    text_bytes = sum(each.numel() * min(of_text, each.itemsize) for each in texts.values())
     num_encoded = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
+    encode, text = seconds.get("encode", 0.0), seconds.get("text", 0.0)
+    # With pictures, the caption and the empty one are encoded again for each window.
+    num_texts = 2 if chosen.text.seen_pictures(recipe.model_inputs()) else 0
     return CacheRates(
         bucket.num_pixels,
-        num_encoded * seconds.get("encode", 0.0),
-        math.prod(latent_shape(components.codec, bucket)) * (2 if in_bf16 else 4),
-        seconds.get("text", 0.0),
-        sum(each.numel() * min(width, each.itemsize) for each in inputs),
+        num_encoded * encode + num_texts * text,
+        math.prod(latent_shape(components.codec, bucket)) * width
+        + sum(each.numel() * min(width, each.itemsize) for each in inputs.values())
+        + num_texts * text_bytes,
+        0.0 if num_texts else text,
+        0 if num_texts else text_bytes,
     )
 
 

@@ -10,6 +10,7 @@ from longtake.data.cache_fill import count_clips
 from longtake.data.checks import review_catalogs
 from longtake.data.plan import Plan
 from longtake.data.stages import StagePosition
+from longtake.models.codec import kept_tile
 from longtake.models.review import review_model
 from longtake.optim.update import learning_rate_factor, schedule_cycle
 from longtake.planner import plan_cache
@@ -140,11 +141,11 @@ def make_report(
     def find() -> _Record:
         known = forecast(recipe, device, world_size=world_size, per_node=per_node, tries_more=True)
         enter("running encoders and sampling on tensors without values")
-        return _Record(known.step, known, _trace_more(known, links))
+        return _Record(known.step, known, _trace_more(known, links, begun))
 
-    found = plan_cache.recalled(
-        "report", _facts(recipe, device, links, world_size, per_node), _RECORD, find
-    )
+    begun = _begun_with(recipe)
+    facts = _facts(recipe, device, links, world_size, per_node, begun)
+    found = plan_cache.recalled("report", facts, _RECORD, find)
     known = found.forecast
     if not isinstance(known, Forecast):  # it was read from the cache
         step = step_of_facts(found.step, recipe, device)
@@ -168,8 +169,19 @@ def make_report(
 _RECORD = TypeAdapter(_Record)
 
 
+def _begun_with(recipe: Recipe) -> TileChoice | None:
+    """Return the tiles with which a run goes on that exists already; None for a new one."""
+    run = RunDirectory(recipe.out)
+    return TileChoice(kept_tile(recipe.codec, run.components_path)) if run.exists() else None
+
+
 def _facts(
-    recipe: Recipe, device: DeviceBudget, links: Links, world_size: int, per_node: int | None
+    recipe: Recipe,
+    device: DeviceBudget,
+    links: Links,
+    world_size: int,
+    per_node: int | None,
+    begun: TileChoice | None,
 ) -> plan_cache.Facts | None:
     """Return everything on which `_Record` depends; None: it must not be kept."""
     # Of another run's transformer, which may have changed since, nothing is kept.
@@ -183,15 +195,16 @@ def _facts(
         for preset in training_presets(recipe, RunDirectory(recipe.out))
     ]
     ranks = world_size, per_node, asdict(links)
-    return plan_cache.facts_of(recipe, device, ranks=ranks, presets=presets)
+    tile = None if begun is None else begun.pixels
+    return plan_cache.facts_of(recipe, device, ranks=ranks, presets=presets, tile=tile)
 
 
-def _trace_more(known: Forecast, links: Links) -> TracedFacts:
+def _trace_more(known: Forecast, links: Links, begun: TileChoice | None) -> TracedFacts:
     options, fixed = None, None
     if known.chosen is not None:
         options, trace = known.chosen
         fixed = static_memory(known.step, trace.input_bytes, trace.weight_bytes)
-    tile = choose_tile(known.step, fixed)
+    tile = begun or choose_tile(known.step, fixed)
     recipe = known.step.recipe.with_encode_tile(tile.pixels)
     step = replace(known.step, recipe=recipe)
     phases = forecast_phases(step, options)
