@@ -235,6 +235,8 @@ def test_a_cache_has_the_tiles_that_the_run_without_one_chooses(
     monkeypatch.setattr("longtake.planner.encoding._largest_that_fits", lambda *_: TileChoice(0))
     train(cached, QUIET)
     assert _entries(cached) == ahead
+    (planned,) = events(cached, "memory_planned")
+    assert planned["encode_tile"] == 8
     assert rows(plain, "step", "loss", "grad_norm") == rows(cached, "step", "loss", "grad_norm")
     assert_saved_alike(plain, cached, 3)
     whole = small_recipe(*changes, _cache_of(tmp_path), "codec.encode_tile=0", name="whole")

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from longtake.failures import LOG_VARIABLE
 from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import caption_tokens, lora_files, numerics, pretrained
+from longtake.models.codec import kept_tile
 from longtake.models.components import Components, source_of, text_section
 from longtake.models.review import review_model
 from longtake.optim.build import refuse_missing_torchao
@@ -212,6 +213,8 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
     heartbeat.set_phase("build")
     warnings += large_crops(loader.plan_history.plan)
     parts = _build_parts(launch, session, point, loader, plan, warnings)
+    # A cache that others began, or a run, goes on with its own tiles.
+    plan = replace(plan, encode_tile=kept_tile(recipe.codec, session.run.components_path))
     sampler = samples.open_sampler(session, parts, loader, launch.evaluate)
     if sampler is not None and sampler.failure is not None:
         warnings.append(f"No samples are made in this launch. {sampler.failure}")
