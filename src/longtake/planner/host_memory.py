@@ -67,7 +67,7 @@ def can_lock(num_bytes: int) -> bool:
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8)
         pin_memory(memory.data_ptr(), num_bytes)
-    except RuntimeError:
+    except (RuntimeError, AssertionError):  # torch raises the latter where it has no CUDA
         return False
     unpin_memory(memory.data_ptr())
     return True
