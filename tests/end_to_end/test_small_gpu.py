@@ -142,7 +142,7 @@ def test_it_is_planned_killed_resumed_sampled_and_loaded_by_diffusers(
     assert plan == newest_plan([again])
     assert plan is not None
     held = Counter(option.weights for option in plan.options.values())
-    assert held["nf4"] + held["int8"] + held["fp8"] > 0, held
+    assert sum(held[kind] for kind in held if kind not in ("keep", "stream")) > 0, held
     assert held["stream"] > 2, held
     assert plan.memory is not None
     assert plan.memory.fits

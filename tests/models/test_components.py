@@ -173,8 +173,9 @@ class _Located(nn.Module):
         """None."""
         return []
 
-    def to(self, device: torch.device) -> None:  # type: ignore[override]
+    def to(self, device: torch.device, *, by_layer: bool = False) -> None:  # type: ignore[override]
         """Move it."""
+        assert not by_layer
         (self.there.discard if device.type == "cpu" else self.there.add)(self)
         assert len(self.there) <= 1
 
