@@ -27,6 +27,7 @@ from longtake import config
 from longtake.cli import init
 from longtake.planner import forecast, memory, phases, solver
 from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.block_weights import module_bytes
 from longtake.planner.devices import (
     SHARE_OF_HOST_MEMORY,
     DeviceBudget,
@@ -257,7 +258,7 @@ def _facts(
         if phase.fits is False:
             short.append(f"{_PHASES[phase.name]}: {phase.peak_bytes / _GIB:.1f} GiB of GPU memory")
     # An encoder is read whole before its layers are copied, or it is moved.
-    text_gib = sum(map(memory.module_bytes, step.components.text.modules())) / _GIB + _PROCESS_GIB
+    text_gib = sum(map(module_bytes, step.components.text.modules())) / _GIB + _PROCESS_GIB
     facts["text_ram_gib"] = math.ceil(text_gib)
     if text_gib > host:
         short.append(f"text encoder: {math.ceil(text_gib)} GiB of RAM")

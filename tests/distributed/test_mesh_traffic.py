@@ -26,8 +26,9 @@ from longtake.parallel.collectives import sum_over_ranks
 from longtake.parallel.fsdp import local_shard
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.block_weights import module_bytes
 from longtake.planner.devices import CPU
-from longtake.planner.memory import MetaStep, _captions, module_bytes, outline_step, static_memory
+from longtake.planner.memory import MetaStep, _captions, outline_step, static_memory
 from longtake.planner.mesh import traffic_of
 from longtake.planner.plan import run_blocks
 from longtake.training.build import build_state

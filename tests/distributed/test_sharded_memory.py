@@ -14,8 +14,9 @@ from longtake.data.loader import Loader
 from longtake.models.components import assemble
 from longtake.parallel.mesh import World, arranged
 from longtake.planner.activation_checkpointing import options_of
+from longtake.planner.block_weights import module_bytes
 from longtake.planner.devices import CPU, device_budget
-from longtake.planner.memory import module_bytes, outline_step, policy_forecast
+from longtake.planner.memory import outline_step, policy_forecast
 from longtake.planner.plan import run_blocks
 from longtake.planner.profiler import measured
 from longtake.training.build import build_state

@@ -208,11 +208,16 @@ def layer_lists(module: nn.Module) -> list[list[nn.Module]]:
     return found
 
 
-def least_bytes(module: nn.Module, blocks: Sequence[nn.Module]) -> int:
-    """Return the bytes of a module on a device if these blocks of it are streamed."""
-    whole = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
-    sizes = [streamed_bytes(block) for block in blocks]
-    return whole - sum(sizes) + NUM_BUFFERS * max(sizes, default=0)
+def least_bytes(module: nn.Module, *lists: Sequence[nn.Module]) -> int:
+    """Return the bytes of a module on a device if these lists of its blocks are streamed.
+
+    Each list has buffers of its own.
+    """
+    num_bytes = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
+    for blocks in lists:
+        sizes = [streamed_bytes(block) for block in blocks]
+        num_bytes -= sum(sizes) - NUM_BUFFERS * max(sizes, default=0)
+    return num_bytes
 
 
 def look_up_weights(block: nn.Module) -> None:

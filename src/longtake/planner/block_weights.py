@@ -73,6 +73,11 @@ def _block_costs(
     return whole - kept * (not is_away), kept * is_streamed(name), largest, seconds
 
 
+def module_bytes(module: nn.Module, granule: int = 1) -> int:
+    held = (*module.parameters(), *module.buffers())
+    return sum(rounded(tensor.nbytes, granule) for tensor in held)
+
+
 def can_quantize(kind: Quantization | None, blocks: Sequence[nn.Module]) -> bool:
     """Return true if this kind of quantisation supports the shapes of all frozen linear layers."""
     if kind is None:

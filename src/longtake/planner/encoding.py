@@ -19,9 +19,10 @@ from longtake.models.conditioning import (
     picture_sizes,
     text_reads_pictures,
 )
-from longtake.models.streamed import NUM_BUFFERS, layer_lists
+from longtake.models.streamed import layer_lists, least_bytes
 from longtake.models.text import TextEncoder, encodes_by_layer, outline_text
 from longtake.planner.batch_sizes import StageBatch
+from longtake.planner.block_weights import module_bytes
 from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import CachedFakeMode
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
@@ -158,15 +159,10 @@ def _beside_codec(recipe: Recipe, codec: Codec, budget: int) -> int:
     if not text_reads_pictures(recipe):
         return 0
     modules = outline_text(text_section(recipe), family(recipe.model.family)).modules()
-    num_bytes = _num_bytes(modules)
-    if encodes_by_layer(num_bytes, budget - _num_bytes(codec.modules())):
-        for layers in (each for module in modules for each in layer_lists(module)):
-            num_bytes -= _num_bytes(layers[NUM_BUFFERS:])
+    num_bytes = sum(map(module_bytes, modules))
+    if encodes_by_layer(num_bytes, budget - sum(map(module_bytes, codec.modules()))):
+        return sum(least_bytes(each, *layer_lists(each)) for each in modules)
     return num_bytes
-
-
-def _num_bytes(modules: Sequence[nn.Module]) -> int:
-    return sum(each.nbytes for m in modules for each in (*m.parameters(), *m.buffers()))
 
 
 def _encoded_shapes(chosen: Family, recipe: Recipe) -> list[Bucket]:

@@ -28,7 +28,7 @@ from longtake.optim.own import own_states, refuse_own_optimizer
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.parallel.transfer import pinned_bytes
 from longtake.planner.batch_sizes import StageBatch, bucket_tokens, largest_batch, refuse_idle_ranks
-from longtake.planner.block_weights import can_quantize
+from longtake.planner.block_weights import can_quantize, module_bytes
 from longtake.planner.devices import DeviceBudget, rounded
 from longtake.planner.encoding import ahead_bytes
 from longtake.planner.fake_tensors import FakeTokenSharing, empty_like
@@ -531,11 +531,6 @@ def policy_forecast(
         host_bytes=trace.host_bytes,
         link_share=trace.link_seconds / trace.seconds,
     )
-
-
-def module_bytes(module: nn.Module, granule: int = 1) -> int:
-    held = (*module.parameters(), *module.buffers())
-    return sum(rounded(tensor.nbytes, granule) for tensor in held)
 
 
 def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:

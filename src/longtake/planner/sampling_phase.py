@@ -12,8 +12,9 @@ from longtake.flow.solver import SolverName, integrate, num_evaluations
 from longtake.formatting import plural
 from longtake.models.components import Components
 from longtake.models.conditioning import outline_conditioning
+from longtake.planner.block_weights import module_bytes
 from longtake.planner.fake_tensors import CachedFakeMode, empty_like
-from longtake.planner.memory import MetaStep, module_bytes, static_memory
+from longtake.planner.memory import MetaStep, static_memory
 from longtake.planner.trace import InferenceTrace, trace_inference
 from longtake.run_dir import RunDirectory
 from longtake.sampling.other_expert import other_bytes, refuse_wrong_other

@@ -36,10 +36,8 @@ def text_that_fits(
         device: device that is planned for.
         whole: trace with all weights on the device.
     """
-    budget, layers = (
-        device.budget_bytes,
-        [layer for module in text.modules() for row in layer_lists(module) for layer in row],
-    )
+    budget = device.budget_bytes
+    layers = [layer for each in text.modules() for row in layer_lists(each) for layer in row]
     if budget is None or device.target != "cuda" or not layers:
         return whole
     if not encodes_by_layer(whole.weight_bytes, budget):

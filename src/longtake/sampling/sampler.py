@@ -219,11 +219,10 @@ def _free_bytes(device: torch.device | int) -> int:
 
 def _part_bytes(parts: Components) -> dict[Part, int]:
     """Return the least GPU bytes of each part's weights: text encoders can run layer by layer."""
-    modules = parts.text.modules()
-    layers = [[layer for row in streamed.layer_lists(each) for layer in row] for each in modules]
-    # Buffers of two layers replace the weights of all.
-    by_layer = sum(map(streamed.least_bytes, modules, layers))
-    return {**parts.part_bytes(), "text": by_layer}
+    by_layer = (
+        streamed.least_bytes(each, *streamed.layer_lists(each)) for each in parts.text.modules()
+    )
+    return {**parts.part_bytes(), "text": sum(by_layer)}
 
 
 def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
