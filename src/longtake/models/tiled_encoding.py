@@ -27,6 +27,8 @@ _Step = tuple[int, int, int]
 """Kernel size, stride, and rows of padding above, of one layer that moves in rows and columns."""
 _Kept = dict[nn.Module, Tensor]
 """The last frames of each causal convolution's input, by the convolution."""
+_Layer = Callable[[Any, Tensor, _Kept], Tensor]
+"""A function that runs one layer on a chunk of frames, with the frames that were kept before."""
 
 
 class Halves(Protocol):
@@ -204,18 +206,7 @@ class _Hunyuan:
         return pixels
 
     def begin(self) -> Callable[[Tensor], Tensor]:
-        kept: _Kept = {}
-
-        def run(frames: Tensor) -> Tensor:
-            features = _convolve_padded(self._encoder.conv_in, frames, kept)
-            for block in self._encoder.down_blocks:
-                for resnet in block.resnets:
-                    features = _run_resnet(resnet, features, kept, _convolve_padded)
-                for downsampler in block.downsamplers or ():
-                    features = _hunyuan_downsample(downsampler, features, kept)
-            return features
-
-        return run
+        return _downward(self._encoder, _convolve_padded, _hunyuan_downsample)
 
     def end(self, chunks: Sequence[Tensor]) -> Tensor:
         encoder, middle = self._encoder, self._encoder.mid_block
@@ -251,9 +242,23 @@ def _after_kept(convolution: nn.Module, frames: Tensor, num_before: int, kept: _
     return torch.cat([before, frames], dim=2)
 
 
-def _run_resnet(
-    block: Any, frames: Tensor, kept: _Kept, convolve: Callable[[Any, Tensor, _Kept], Tensor]
-) -> Tensor:
+def _downward(encoder: Any, convolve: _Layer, downsample: _Layer) -> Callable[[Tensor], Tensor]:
+    """Return a function from one chunk of frames after another to features of the down blocks."""
+    kept: _Kept = {}
+
+    def run(frames: Tensor) -> Tensor:
+        features = convolve(encoder.conv_in, frames, kept)
+        for block in encoder.down_blocks:
+            for resnet in block.resnets:
+                features = _run_resnet(resnet, features, kept, convolve)
+            for downsampler in block.downsamplers or ():
+                features = downsample(downsampler, features, kept)
+        return features
+
+    return run
+
+
+def _run_resnet(block: Any, frames: Tensor, kept: _Kept, convolve: _Layer) -> Tensor:
     inner = convolve(block.conv1, block.nonlinearity(block.norm1(frames)), kept)
     inner = convolve(block.conv2, block.nonlinearity(block.norm2(inner)), kept)
     return inner + (frames if block.conv_shortcut is None else block.conv_shortcut(frames))
@@ -326,18 +331,7 @@ class _Ltx2:
         return _merged(pixels, (1, size, size), order=(0, 1, 3, 7, 5, 2, 4, 6))
 
     def begin(self) -> Callable[[Tensor], Tensor]:
-        kept: _Kept = {}
-
-        def run(frames: Tensor) -> Tensor:
-            features = _convolve_own(self._encoder.conv_in, frames, kept)
-            for block in self._encoder.down_blocks:
-                for resnet in block.resnets:
-                    features = _run_resnet(resnet, features, kept, _convolve_own)
-                for downsampler in block.downsamplers or ():
-                    features = _ltx2_downsample(downsampler, features, kept)
-            return features
-
-        return run
+        return _downward(self._encoder, _convolve_own, _ltx2_downsample)
 
     def end(self, chunks: Sequence[Tensor]) -> Tensor:
         encoder = self._encoder
