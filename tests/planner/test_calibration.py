@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measurements take some hundredths of a second."""
+    monkeypatch.setattr(
+        calibration, "measure_rates", partial(measure_rates, seconds=0.01, scale=64)
+    )
+
+
+@pytest.fixture
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """This machine has an H100, with `_RATES`."""
     label = "NVIDIA H100 80GB HBM3"
@@ -65,9 +74,10 @@ def test_rates_are_those_of_the_work_that_was_done(monkeypatch: pytest.MonkeyPat
     assert found.memory == 2 * found.host == 2 * 2**28 / 64**2
 
 
+@pytest.mark.usefixtures("small")
 def test_rates_of_real_work_are_kept_for_this_device(cache: Path) -> None:
     assert kept_rates(_CPU) is None
-    found = calibrate_small()
+    found = calibrate(_CPU)
     assert kept_rates(_CPU) == found
     (path,) = cache.iterdir()
     damaged: tuple[Mapping[str, Any] | str, ...] = (
@@ -81,14 +91,11 @@ def test_rates_of_real_work_are_kept_for_this_device(cache: Path) -> None:
         assert kept_rates(_CPU) is None
 
 
-def calibrate_small() -> MeasuredRates:
-    return calibrate(_CPU, lambda device: measure_rates(device, seconds=0.01, scale=64))
-
-
+@pytest.mark.usefixtures("small")
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(PlanError, match=r"cannot be kept in the cache folder.* Set XDG_CACHE_HOME"):
-        calibrate_small()
+        calibrate(_CPU)
 
 
 @pytest.mark.usefixtures("h100")

@@ -22,14 +22,14 @@ LEAST_SCALE = 2.0**-100  # scale of a row of zeros
 _LEAST_ROWS = 17
 """Fewest rows that torch's product of int8 numbers takes on CUDA; layers with fewer rows, which
 take the timestep, are fast anyway."""
-_FIRST_WITH_FP8 = (8, 9)  # compute capability of Ada
+FIRST_WITH_FP8 = (8, 9)  # compute capability of Ada
 _MULTIPLE = 16
 """Multiple of a weight's rows and columns that cuBLAS needs for products of fp8."""
 
 
 def can_multiply(num_rows: int, codes: Tensor) -> bool:
     """Return whether inputs of so many rows and codes [N, K] can be multiplied on their device."""
-    if codes.dtype != torch.int8 and codes.is_cuda and _capability(codes.device) < _FIRST_WITH_FP8:
+    if codes.dtype != torch.int8 and codes.is_cuda and _capability(codes.device) < FIRST_WITH_FP8:
         return False
     return num_rows >= _LEAST_ROWS and not any(size % _MULTIPLE for size in codes.shape)
 

@@ -24,7 +24,7 @@ from longtake.errors import PlanError
 from longtake.health.gpu import driver_facts
 
 _SECONDS = 1.2
-"""Time for which each of eight rates is measured, after a first call that is not counted."""
+"""Time for which each of six rates is measured, after a first call that is not counted."""
 _LEAST_CALLS = 3
 _TOKENS, _WIDTH = 16384, 3072
 _HEADS, _HEAD_WIDTH = 24, 128
@@ -47,15 +47,13 @@ class MeasuredRates:
 _KEPT = TypeAdapter(MeasuredRates)
 
 
-def calibrate(
-    device: torch.device, measure: Callable[[torch.device], MeasuredRates] | None = None
-) -> MeasuredRates:
-    """Measure a GPU, by `measure_rates` or as given, and keep its rates for plans and trainings.
+def calibrate(device: torch.device) -> MeasuredRates:
+    """Measure a GPU, and keep its rates for later plans and trainings.
 
     Raises:
         PlanError: the rates cannot be kept.
     """
-    rates = (measure or measure_rates)(device)
+    rates = measure_rates(device)
     try:
         path = _path(device)
         path.parent.mkdir(parents=True, exist_ok=True)

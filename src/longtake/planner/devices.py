@@ -6,14 +6,14 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch.backends import cudnn
 
 from longtake import config, errors
 from longtake.formatting import nearest
+from longtake.models.low_bit import FIRST_WITH_FP8
 from longtake.planner.calibration import MeasuredRates, kept_rates
 from longtake.planner.host_memory import lockable_bytes, usable_ram
 
@@ -124,27 +124,23 @@ def _gpu(
     gigabytes_per_second: float,
     mebibytes: int,
     host_bandwidth: float = _PCIE_4,
-    *,
-    int8_rate: float = 2.0,
-    fp8_rate: float = 2.0,
 ) -> DeviceBudget:
     flops = float(round(bf16_tflops * 1e12)), float(round(fp32_tflops * 1e12))
     sizes = float(round(gigabytes_per_second * 1e9)), mebibytes * _MIB
-    return DeviceBudget(
-        name,
-        "cuda",
-        *flops,
-        *sizes,
-        host_bandwidth=host_bandwidth,
-        int8_rate=int8_rate,
-        fp8_rate=fp8_rate,
-    )
+    return DeviceBudget(name, "cuda", *flops, *sizes, host_bandwidth=host_bandwidth)
 
 
-_ampere = partial(_gpu, fp8_rate=0.0)
+def _ampere(*sheet: Any) -> DeviceBudget:
+    return replace(_gpu(*sheet), fp8_rate=0.0)
+
+
 # GeForce GPUs sum bf16 products in fp32 at half the rate of their chips, and fp8 ones, too.
-_geforce_30 = partial(_gpu, int8_rate=4.0, fp8_rate=0.0)
-_geforce = partial(_gpu, int8_rate=4.0)
+def _geforce(*sheet: Any) -> DeviceBudget:
+    return replace(_gpu(*sheet), int8_rate=4.0)
+
+
+def _geforce_30(*sheet: Any) -> DeviceBudget:
+    return replace(_geforce(*sheet), fp8_rate=0.0)
 
 
 # NVIDIA's data sheets and architecture whitepapers: dense bf16 with fp32 accumulation (half of what
@@ -171,7 +167,7 @@ _ALL = (
     _gpu("h200-nvl", 835, 60, 4800, 143771, _PCIE_5),
     _gpu("b200", 2250, 75, 7700, 183359, _PCIE_5),
     _gpu("gb200", 2500, 80, 8000, 189471, _NVLINK_C2C),
-    _gpu("b300", 2250, 75, 8000, 275040, _PCIE_5, int8_rate=0.06),
+    replace(_gpu("b300", 2250, 75, 8000, 275040, _PCIE_5), int8_rate=0.06),
     _ampere("a100-40gb", 312, 19.5, 1555, 40960),
     _ampere("a100-80gb", 312, 19.5, 2039, 81920),
     _ampere("a800", 312, 19.5, 2039, 81920),
@@ -198,7 +194,6 @@ _ALL = (
     _geforce("rtx4060", 30.2, 15.1, 272, 8188, _PCIE_4_X8),
 )
 DEVICES = {device.name: device for device in _ALL}
-_FIRST_WITH_FP8 = (8, 9)  # compute capability of Ada
 _FLOPS_PER_BYTE = 200
 """Assumed operations per byte of a GPU without a given bandwidth; known GPUs have 75 to 420."""
 _GIVEN = re.compile(r"([\d.]+(?:e\d+)?)\s*(gib|gb|mib|mb|tflops|pflops|gb/s|tb/s)")
@@ -324,7 +319,7 @@ def device_for(training_device: str, memory_bytes: int | None = None) -> DeviceB
     """Choose a device for a recipe that names none: this machine's GPU, a usual GPU, or the CPU."""
     if training_device != "cpu" and torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
-        has_fp8 = (properties.major, properties.minor) >= _FIRST_WITH_FP8
+        has_fp8 = (properties.major, properties.minor) >= FIRST_WITH_FP8
         unknown = DeviceBudget(
             "", "cuda", 150e12, 40e12, 8e11, None, fp8_rate=2.0 if has_fp8 else 0.0
         )
