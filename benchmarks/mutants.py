@@ -450,7 +450,8 @@ class _Tests:
             return "survived"
         lines = log.read_text(errors="replace").splitlines()
         for line in lines:
-            if line.startswith(("FAILED ", "ERROR ")):
+            # Of pytest's summary: a log that a test prints has lines that begin so, too.
+            if line.startswith(("FAILED tests/", "ERROR tests/")):
                 return f"killed by {line.split(' ', 1)[1].partition(' - ')[0]}"
         return f"killed with exit code {code}"
 
