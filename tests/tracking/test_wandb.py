@@ -3,8 +3,8 @@
 import json
 import os
 import signal
-import time
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +104,14 @@ def test_a_training_and_an_evaluator_write_one_run(
 def test_two_segments_of_one_second_have_folders_of_their_own(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now = time.strftime(f"offline-run-%Y%m%d_%H%M%S-{run_id_of(run)}")
+    # As W&B does: time.strftime alone reads a coarser clock, which may lag behind.
+    pattern = f"offline-run-%Y%m%d_%H%M%S-{run_id_of(run)}"
+    now = f"{datetime.now():{pattern}}"
     (run.path / "wandb" / now).mkdir(parents=True)
     begun = list[str]()
 
     def begin(**_: object) -> None:
-        begun.append(time.strftime(f"offline-run-%Y%m%d_%H%M%S-{run_id_of(run)}"))
+        begun.append(f"{datetime.now():{pattern}}")
         raise ConnectionError
 
     monkeypatch.setattr(wandb, "init", begin)
