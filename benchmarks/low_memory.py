@@ -34,6 +34,7 @@ from longtake.planner.devices import (
     device_budget,
     with_host_memory,
 )
+from longtake.planner.encoding import choose_tile
 
 _RESULTS = Path(__file__).parent / "results"
 _JSON, _MD = _RESULTS / "low_memory.json", _RESULTS / "low_memory.md"
@@ -250,7 +251,7 @@ def _facts(
             "weights": dict(held),
             "activations": dict(Counter(each.activations for each in best.options.values())),
         }
-    tile = forecast.choose_tile(step, None)
+    tile = choose_tile(step.recipe, step.device)  # the recipe has a cache
     step = replace(step, recipe=step.recipe.with_encode_tile(tile.pixels))
     found = phases.forecast_phases(step, None if best is None else best.options)
     for phase in found:

@@ -24,7 +24,6 @@ from longtake.planner.encoding import (
     cache_forecast,
     cache_rates,
     choose_tile,
-    choose_tile_ahead,
     clip_trace,
     encode_clip,
     make_encoders_fake,
@@ -126,7 +125,7 @@ def test_the_largest_tile_that_fits_is_chosen() -> None:
     short = "wan", Bucket(num_frames=5, height=720, width=1280)  # memory is that of a chunk
     recipe = _recipe(*short)
 
-    def chosen(memory_bytes: int | None, beside: int | None = None) -> int:
+    def chosen(memory_bytes: int | None, beside: int = 0, recipe: Recipe = recipe) -> int:
         found = choose_tile(recipe, replace(_H100, memory_bytes=memory_bytes), beside)
         assert found.bucket is None
         return found.pixels
@@ -135,11 +134,13 @@ def test_the_largest_tile_that_fits_is_chosen() -> None:
     assert (chosen(None), chosen(peaks[0].peak_bytes)) == (0, 0)
     assert (chosen(peaks[512].peak_bytes), chosen(peaks[1024].peak_bytes - 1)) == (512, 512)
     beside = 30 * _GIB  # a model, which leaves as little
-    assert chosen(peaks[512].activation_bytes + beside, beside) == 512
+    uncached = recipe.data.model_copy(update={"cache": None, "windows": None})
+    in_line = recipe.model_copy(update={"data": uncached})
+    assert chosen(peaks[512].activation_bytes + beside, beside, in_line) == 512
     tight = replace(_H100, memory_bytes=_GIB // 2)
     assert choose_tile(recipe.with_encode_tile(64), tight) == TileChoice(64)
-    memory = replace(_H100, memory_bytes=4 * peaks[512].activation_bytes)
-    assert choose_tile_ahead(recipe, memory) == TileChoice(512)
+    ahead = config.changed(in_line, ["training.encode_ahead=true"])  # a quarter of the memory
+    assert chosen(4 * peaks[512].activation_bytes, 0, ahead) == 512
 
 
 def test_encoders_of_pictures_are_beside_the_codec(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,32 +83,29 @@ class TileChoice:
             yield f"Clips are encoded {how}: there is no memory for whole ones."
 
 
-def choose_tile(recipe: Recipe, device: DeviceBudget, beside: int | None = None) -> TileChoice:
+def choose_tile(recipe: Recipe, device: DeviceBudget, beside: int = 0) -> TileChoice:
     """Choose the tiles for `codec.encode_tile` = "auto"; a number in the recipe is taken as it is.
 
     Clips are encoded as a whole if all shapes fit the device's memory so, or if the memory has no
     limit; else in the largest of `TILES` in which all fit. If none does, it is the one that takes
-    the least.
+    the least. While a cache is filled, the codec's weights are beside the activations. For
+    `training.encode_ahead` = true the plan makes room, for which it needs to know first what
+    encoding takes: a fixed share of the memory.
 
     Args:
         recipe: any recipe.
         device: device on which clips are encoded.
-        beside: bytes that are taken besides the activations of encoding; None: the weights that are
-            there when a cache is filled.
+        beside: bytes that are taken besides the activations if encoders work in line with training
+            steps: see `memory.beside_encoding`.
     """
     if recipe.codec.encode_tile != "auto":
         return TileChoice(recipe.codec.encode_tile)
-    if recipe.codec.kind == "pixels" or device.budget_bytes is None:
+    budget = device.budget_bytes
+    if recipe.codec.kind == "pixels" or budget is None:
         return TileChoice(0)
-    return _largest_that_fits(recipe, device, device.budget_bytes, beside)
-
-
-def choose_tile_ahead(recipe: Recipe, device: DeviceBudget) -> TileChoice:
-    """Choose as `choose_tile` for encoders that work while the model trains and makes room for it.
-
-    How much is for the plan to say, which needs to know first what encoding takes: a fixed share.
-    """
-    return choose_tile(recipe, device, round((1 - _SHARE_AHEAD) * (device.budget_bytes or 0)))
+    if recipe.training.encode_ahead is True and device.target == "cuda":
+        beside = round((1 - _SHARE_AHEAD) * budget)
+    return _largest_that_fits(recipe, device, budget, beside)
 
 
 def describe_tile(tile: int) -> str:
@@ -119,7 +116,7 @@ def describe_tile(tile: int) -> str:
 
 
 def _largest_that_fits(
-    recipe: Recipe, device: DeviceBudget, budget: int, beside: int | None
+    recipe: Recipe, device: DeviceBudget, budget: int, beside: int
 ) -> TileChoice:
     chosen = family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)
@@ -127,7 +124,8 @@ def _largest_that_fits(
         return TileChoice(0)
     shapes = _encoded_shapes(chosen, recipe)
     widest = max(max(shape.height, shape.width) for shape in shapes)
-    more = _beside_codec(recipe, codec, budget) if beside is None else 0
+    if fills_cache := not recipe.encodes_in_steps():
+        beside = _beside_codec(recipe, codec, budget)
     mode = CachedFakeMode(allow_non_fake_inputs=True)
     failed: list[TileChoice] = []
     with mode:
@@ -139,9 +137,9 @@ def _largest_that_fits(
             codec.encode_tile = tile
             for shape in list(shapes):
                 trace = clip_trace(mode, codec, shape, encode_clip, device)
-                there = trace.weight_bytes + more if beside is None else beside
-                if there + trace.activation_bytes > budget:
-                    failed.append(TileChoice(tile, shape, there + trace.activation_bytes))
+                taken = trace.peak_bytes if fills_cache else trace.activation_bytes
+                if beside + taken > budget:
+                    failed.append(TileChoice(tile, shape, beside + taken))
                     # First for the next tile, since each trace takes up to seconds.
                     shapes.remove(shape)
                     shapes.insert(0, shape)
@@ -345,7 +343,7 @@ def ahead_bytes(
     cannot be traced.
     """
     if recipe.training.encode_ahead is True:
-        recipe = recipe.with_encode_tile(choose_tile_ahead(recipe, device).pixels)
+        recipe = recipe.with_encode_tile(choose_tile(recipe, device).pixels)
     bucket, chosen = batch.bucket, family(recipe.model.family)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real
     text = outline_text(text_section(recipe), chosen)

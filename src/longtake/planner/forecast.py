@@ -462,19 +462,6 @@ class EncodingAhead:
     is_chosen: bool
 
 
-def choose_tile(step: memory.MetaStep, static: StaticMemory | None) -> encoding.TileChoice:
-    """Choose in which tiles clips are encoded: see `encoding.choose_tile`.
-
-    `static` is the memory under the chosen policy; None if the step cannot be traced.
-    """
-    if step.encoding_bytes:
-        return encoding.choose_tile_ahead(step.recipe, step.device)
-    beside = None
-    if step.recipe.encodes_in_steps():
-        beside = memory.beside_encoding(step, static or memory.static_memory(step))
-    return encoding.choose_tile(step.recipe, step.device, beside)
-
-
 def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> EncodingAhead | None:
     """Decide `training.encode_ahead` = "auto" by the GPU memory that a recompute policy leaves.
 

@@ -537,11 +537,13 @@ def gathered_itemsize(parameter: Tensor, step: MetaStep) -> int:
     return min(2, parameter.itemsize) if step.gathers_in_bf16 else parameter.itemsize
 
 
-def beside_encoding(step: MetaStep, static: StaticMemory) -> int:
+def beside_encoding(step: MetaStep, static: StaticMemory | None) -> int:
     """Return the bytes that are taken while encoders work in line with the model's steps.
 
-    They are weights, states and averages, and the gradients of earlier micro-batches.
+    They are weights, states and averages, and the gradients of earlier micro-batches. `static` is
+    the memory under the chosen policy; None if the step is not traced.
     """
+    static = static or static_memory(step)
     there = static.weights + static.resident - static.encoding
     return there + static.gradients if step.is_accumulating else there
 

@@ -30,13 +30,18 @@ from longtake.planner.devices import DeviceBudget, Target, device_budget
 from longtake.planner.forecast import (
     Forecast,
     check_gradients,
-    choose_tile,
     encoding_ahead,
     forecast,
     policy_traps,
     suggest_changes,
 )
-from longtake.planner.memory import MetaStep, outline_step, policy_forecast, static_memory
+from longtake.planner.memory import (
+    MetaStep,
+    beside_encoding,
+    outline_step,
+    policy_forecast,
+    static_memory,
+)
 from longtake.planner.record import KEEP, MemoryPlan, Options, PolicyForecast
 from longtake.planner.trace import StepTrace
 from longtake.planner.traps import Trap
@@ -276,7 +281,8 @@ def _plan(
     compared: Sequence[PolicyForecast] = (),
 ) -> TrainingPlan:
     fixed = None if trace is None else static_memory(step, trace.input_bytes, trace.weight_bytes)
-    tile = choose_tile(step, fixed)
+    beside = beside_encoding(step, fixed)
+    tile = encoding.choose_tile(step.recipe, step.device, beside)
     # A cache may have been filled in other tiles, on another device, and need no encoding.
     if step.recipe.codec.encode_tile == "auto" and step.recipe.encodes_in_steps():
         notes = [*notes, *tile.notes()]

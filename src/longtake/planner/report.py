@@ -23,6 +23,7 @@ from longtake.planner.encoding import (
     TileChoice,
     cache_forecast,
     cache_rates,
+    choose_tile,
 )
 from longtake.planner.forecast import (
     EncodingAhead,
@@ -30,14 +31,13 @@ from longtake.planner.forecast import (
     ForecastFacts,
     StoredStart,
     Suggestion,
-    choose_tile,
     encoding_ahead,
     forecast,
     short_memory,
     stored_start,
     suggest_changes,
 )
-from longtake.planner.memory import StepFacts, static_memory, step_of_facts
+from longtake.planner.memory import StepFacts, beside_encoding, static_memory, step_of_facts
 from longtake.planner.mesh import Links, MeshForecast, mesh_forecast
 from longtake.planner.phases import PhaseForecast, forecast_phases
 from longtake.planner.plan import does_not_fit
@@ -204,9 +204,10 @@ def _trace_more(known: Forecast, links: Links, begun: TileChoice | None) -> Trac
     if known.chosen is not None:
         options, trace = known.chosen
         fixed = static_memory(known.step, trace.input_bytes, trace.weight_bytes)
-    tile = begun or choose_tile(known.step, fixed)
-    recipe = known.step.recipe.with_encode_tile(tile.pixels)
-    step = replace(known.step, recipe=recipe)
+    step, recipe = known.step, known.step.recipe
+    tile = begun or choose_tile(recipe, step.device, beside_encoding(step, fixed))
+    recipe = recipe.with_encode_tile(tile.pixels)
+    step = replace(step, recipe=recipe)
     phases = forecast_phases(step, options)
     policy, chosen = recipe.recompute.policy, recipe.recompute.chosen()
     is_named = policy not in ("auto", "best")
