@@ -17,6 +17,7 @@ from tests.cli.conftest import Call, CallJson, Refuse
 from longtake import config
 from longtake.cli.plan_tables import _encoding_shortage, _number
 from longtake.config import Bucket, Recipe
+from longtake.data.catalog import Catalog
 from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
@@ -266,14 +267,18 @@ def test_a_bucket_that_gets_no_clip_is_said_once_the_catalog_is_there(
         "data.buckets=[{num_frames=1, height=64, width=64}, {num_frames=1, height=96, width=32}]"
     )
     changes = ("training.global_batch_size=2", shapes)
-    for catalog, warnings, num_clips in (
-        (pairs / "few.parquet", ["stage all: no clip is for 1 frame of 32x96"], 16),
+    few = pairs / "few.parquet"
+    num_captions = len({*Catalog.load(few).captions(), ""})
+    assert num_captions < 16
+    for catalog, warnings, counts in (
+        (few, ["stage all: no clip is for 1 frame of 32x96"], (16, num_captions)),
         ("none.parquet", [], None),
     ):
         options = change_options(*changes, f"data.catalog={catalog}")
         facts = call_json("plan", _TINY_FLUX, *options)
         assert facts["data_warnings"] == warnings
-        assert (facts["cache"] and facts["cache"]["clips"]) == num_clips
+        cache = facts["cache"]
+        assert (cache and (cache["clips"], cache["captions"])) == counts
 
 
 def test_what_training_refuses_ends_a_plan(

@@ -240,16 +240,17 @@ def test_a_cache_holds_further_inputs_of_each_window() -> None:
     )
 
 
-def test_a_cache_grows_with_clips_windows_and_pixels() -> None:
+def test_a_cache_grows_with_clips_windows_pixels_and_captions() -> None:
     recipe = _recipe(*_WAN_480, "data.windows=3", "data.flip=0.5")
     rates = CacheRates(81 * 480 * 832, 2.0, 1000, 0.5, 100)
     whole, half = _WAN_480[1], Bucket(num_frames=81, height=240, width=832)
-    found = cache_forecast(rates, {whole: 10, half: 4}, recipe.data, num_ranks=2)
+    found = cache_forecast(rates, {whole: 10, half: 4}, 3, recipe.data, num_ranks=2)
     assert found == CacheForecast(
         num_windows=6 * 14,
         num_clips=14,
-        seconds=(6 * 12 * 2.0 + 14 * 0.5) / 2,
-        num_bytes=6 * 12 * 1000 + 14 * 100,
+        num_captions=3,
+        seconds=(6 * 12 * 2.0 + 3 * 0.5) / 2,
+        num_bytes=6 * 12 * 1000 + 3 * 100,
     )
 
 

@@ -16,7 +16,6 @@ from tests.build import TINY_WAN, MakeRecipe
 import longtake
 from longtake.cli.plan_json import report_json
 from longtake.config import Recipe
-from longtake.models.codec import keep_tile
 from longtake.parallel import attention_rules
 from longtake.parallel.attention_rules import Kernel, KernelChoice
 from longtake.parallel.attention_trial import AttentionCase
@@ -30,7 +29,6 @@ from longtake.planner.mesh import links_of
 from longtake.planner.plan import make_plan
 from longtake.planner.plan_cache import facts_of, recalled
 from longtake.planner.report import PlanReport, make_report
-from longtake.run_dir import RunDirectory
 
 _GPU = replace(DEVICES["a6000"], memory_bytes=2 * 2**20, reserve=0.0)
 _ALONE = World(0, 0, 1, torch.device("cpu"), None)
@@ -314,14 +312,10 @@ def test_a_training_plan_holds_for_its_kernels_of_attention(
     assert found == ["math", "flash"]
 
 
-def test_a_report_has_the_tiles_with_which_its_run_began(
-    small_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_has_the_tiles_with_which_its_run_began(small_recipe: MakeRecipe) -> None:
     """Whatever was planned before there was a run."""
     recipe = small_recipe(*TINY_WAN)
     assert _report(recipe).tile == TileChoice(0)
-    keep_tile(16, RunDirectory(recipe.out).components_path)
-    monkeypatch.setattr(RunDirectory, "exists", lambda _: True)
-    found = _report(recipe)
+    found = make_report(recipe, _GPU, links_of(_GPU), begun=TileChoice(16))
     (encode,) = (each for each in found.phases if each.name == "encode")
     assert (found.tile, encode.how) == (TileChoice(16), "in tiles of 16 pixels")

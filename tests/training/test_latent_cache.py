@@ -47,7 +47,7 @@ from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, PlanError, RecipeChangedError, RecipeError
 from longtake.models.added_module import BlockCall
 from longtake.models.base import BlockInputs
-from longtake.models.codec import PixelCodec, kept_tile
+from longtake.models.codec import PixelCodec, keep_tile, kept_tile
 from longtake.planner.encoding import TileChoice
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request
@@ -774,6 +774,32 @@ def test_a_cache_keeps_its_tiles_for_each_codec(small_recipe: Recipes, tmp_path:
         assert latent_cache.settle_tile(recipe, made, choose) == tile
     named = small_recipe(*_VIDEOS, _cache_of(tmp_path), "codec.encode_tile=16")
     assert latent_cache.settle_tile(named, made, choose) == 16
+
+
+def test_tiles_of_a_cache_or_a_run_are_known_before_training(
+    small_recipe: Recipes, pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without weights of the codec being downloaded for it."""
+    downloaded = list[str]()
+
+    def download(repository: str, patterns: Sequence[str]) -> Path:
+        downloaded.extend(patterns)
+        return pipeline
+
+    monkeypatch.setattr("longtake.models.pretrained._download", download)
+    of_cache = (_cache_of(tmp_path), "codec.pretrained=some/release", "codec.config={}")
+    recipe = small_recipe(*_VIDEOS, *of_cache)
+    assert latent_cache.begun_tile(recipe) is None
+    latent_cache.settle_tile(recipe, tmp_path, lambda: 64)
+    downloaded.clear()
+    assert latent_cache.begun_tile(recipe) == TileChoice(64)
+    assert not {"vae/*", "vae/*.safetensors"}.intersection(downloaded)
+    assert "vae/config.json" in downloaded
+    for change in ("codec.dtype=bf16", "codec.encode_tile=16"):  # another codec, and a named tile
+        assert latent_cache.begun_tile(small_recipe(*_VIDEOS, *of_cache, change)) is None
+    keep_tile(32, RunDirectory(recipe.out).components_path)
+    monkeypatch.setattr(RunDirectory, "exists", lambda _: True)
+    assert latent_cache.begun_tile(recipe) == TileChoice(32)
 
 
 def test_a_clip_for_which_memory_is_short_is_named(

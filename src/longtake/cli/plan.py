@@ -100,6 +100,7 @@ def plan(
         from longtake.planner.cost import run_cost
         from longtake.planner.mesh import links_named, links_of
         from longtake.planner.report import make_report
+        from longtake.training.latent_cache import begun_tile
 
         if calibrate:
             enter("measuring the GPU for ten seconds")
@@ -113,7 +114,8 @@ def plan(
         planned = _choose_device(loaded, memory, device, host_memory, processes, per_node)
         links = links_named(link, planned) if link else links_of(planned)
         enter("running a training step on tensors without values")
-        report = make_report(loaded, planned, links, processes, per_node, enter)
+        tile = begun_tile(loaded)
+        report = make_report(loaded, planned, links, processes, per_node, enter, tile)
         if failures_per_day is not None:
             enter("working out what the whole run costs")
             cost = run_cost(

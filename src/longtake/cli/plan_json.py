@@ -130,6 +130,7 @@ def _cache(cache: "CacheForecast") -> dict[str, Any]:
     return {
         "clips": cache.num_clips,
         "windows": cache.num_windows,
+        "captions": cache.num_captions,
         "seconds": _digits(cache.seconds, 3),
         "gib": _gib(cache.num_bytes),
     }

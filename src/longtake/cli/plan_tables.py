@@ -329,7 +329,8 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
     if (cache := report.cache) is not None:
         yield (
             f"Filling the cache of {plural(cache.num_clips, 'clip')}, in "
-            f"{plural(cache.num_windows, 'window')} at most, takes about "
+            f"{plural(cache.num_windows, 'window')} at most, and of "
+            f"{plural(cache.num_captions, 'different caption')} takes about "
             f"{format_duration(cache.seconds)} of encoding and {format_size(cache.num_bytes)} of "
             "disk."
         )

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtake.config import Bucket
+from longtake.config import Bucket, DataSection
 from longtake.data import buckets, content, decode_worker, input_files, tasks
 from longtake.data.cache import Cache, CacheFailure, SamplePart
 from longtake.data.catalog import Catalog
@@ -170,7 +170,8 @@ def find_missing(
         progress: called with (clips done, total clips).
     """
     rows = list(islice(_rows(plan), share.start, share.stop, share.step))
-    captions = [] if cache.with_text else _captions(plan, cache)[share]
+    captions = [] if cache.with_text else distinct_captions(plan, cache.data, cache.no_caption)
+    captions = captions[share]
     missing, held = Missing([], [], Counter()), list[_Row]()
     # Processes that divide the work check a part of the files each.
     limit = _MAX_CHECKED // (share.step or 1)
@@ -393,13 +394,14 @@ def _rows_by_shape(
         yield catalogs[catalog], shape, unique, tuple(sources[catalog])
 
 
-def _captions(plan: Plan, cache: Cache) -> list[str]:
-    captions = {cache.no_caption}
+def distinct_captions(plan: Plan, data: DataSection, no_caption: str) -> list[str]:
+    """Return each caption that a cache holds of a data plan, and the empty one; sorted."""
+    captions = {no_caption}
     for stream in plan.streams():
         for part in stream.parts:
             texts = part.catalog.table["caption"].take(part.members.all_rows())
             distinct = pc.unique(texts).to_pylist()
-            captions.update(caption_variants(distinct, stream.source, cache.data))
+            captions.update(caption_variants(distinct, stream.source, data))
     # Sorted, as processes that divide the work must cut shares from the same list.
     return sorted(captions)
 

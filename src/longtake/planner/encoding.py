@@ -276,6 +276,7 @@ class CacheForecast:
 
     num_windows: int  # at most: shorter clips have fewer
     num_clips: int
+    num_captions: int  # distinct ones that are encoded alone
     seconds: float  # of all processes together
     num_bytes: int
 
@@ -316,7 +317,11 @@ def cache_rates(
 
 
 def cache_forecast(
-    rates: CacheRates, counts: Mapping[Bucket, int], data: DataSection, num_ranks: int
+    rates: CacheRates,
+    counts: Mapping[Bucket, int],
+    num_captions: int,
+    data: DataSection,
+    num_ranks: int,
 ) -> CacheForecast:
     """Predict time and size of a cache with so many clips of each shape, filled by all ranks."""
     per_clip = (data.windows or 1) * (2 if 0 < data.flip < 1 else 1)
@@ -328,8 +333,9 @@ def cache_forecast(
     return CacheForecast(
         per_clip * num_clips,
         num_clips,
-        (windows * rates.window_seconds + num_clips * rates.caption_seconds) / num_ranks,
-        round(windows * rates.window_bytes) + num_clips * rates.caption_bytes,
+        num_captions,
+        (windows * rates.window_seconds + num_captions * rates.caption_seconds) / num_ranks,
+        round(windows * rates.window_bytes) + num_captions * rates.caption_bytes,
     )
 
 

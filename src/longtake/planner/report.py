@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass, replace
 from pydantic import TypeAdapter
 
 from longtake.config import Recipe
-from longtake.data.cache_fill import count_clips
+from longtake.data.cache_fill import count_clips, distinct_captions
 from longtake.data.checks import review_catalogs
 from longtake.data.plan import Plan
 from longtake.data.stages import StagePosition
-from longtake.models.codec import kept_tile
 from longtake.models.review import review_model
+from longtake.models.text import NO_CAPTION
 from longtake.optim.update import learning_rate_factor, schedule_cycle
 from longtake.planner import plan_cache
 from longtake.planner.batch_sizes import StageBatch
@@ -125,12 +125,13 @@ def make_report(
     world_size: int = 1,
     per_node: int | None = None,
     enter: Callable[[str], None] = lambda _: None,
+    begun: TileChoice | None = None,
 ) -> PlanReport:
     """Forecast a recipe's training steps, encoding, sampling, stages, ranks and data.
 
-    The arguments are those of `forecast`, the links between ranks, and a function that is called
-    with the name of each longer part of the work. What needs traces is read from the user's cache
-    if an equal recipe was planned before.
+    The arguments are those of `forecast`, the links between ranks, a function that is called with
+    the name of each longer part of the work, and the tiles with which the run or its cache was
+    begun. What needs traces is read from the user's cache if an equal recipe was planned before.
 
     Raises:
         RecipeError: the recipe's parts do not fit together.
@@ -143,7 +144,6 @@ def make_report(
         enter("running encoders and sampling on tensors without values")
         return _Record(known.step, known, _trace_more(known, links, begun))
 
-    begun = _begun_with(recipe)
     facts = _facts(recipe, device, links, world_size, per_node, begun)
     found = plan_cache.recalled("report", facts, _RECORD, find)
     known = found.forecast
@@ -153,7 +153,11 @@ def make_report(
     data_plan, data_warnings, refusal = review_catalogs(recipe)
     policy, rates, cache = recipe.recompute.policy, found.traced.cache_rates, None
     if rates is not None and data_plan is not None:
-        cache = cache_forecast(rates, count_clips(data_plan), recipe.data, world_size)
+        captions = list[str]()
+        if rates.caption_bytes:  # else they are encoded with the pictures of each window
+            captions = distinct_captions(data_plan, recipe.data, NO_CAPTION)
+        counts = count_clips(data_plan)
+        cache = cache_forecast(rates, counts, len(captions), recipe.data, world_size)
     return PlanReport(
         **vars(found.traced),
         cache=cache,
@@ -167,12 +171,6 @@ def make_report(
 
 
 _RECORD = TypeAdapter(_Record)
-
-
-def _begun_with(recipe: Recipe) -> TileChoice | None:
-    """Return the tiles with which a run goes on that exists already; None for a new one."""
-    run = RunDirectory(recipe.out)
-    return TileChoice(kept_tile(recipe.codec, run.components_path)) if run.exists() else None
 
 
 def _facts(

@@ -15,7 +15,7 @@ import shutil
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -56,12 +56,13 @@ from longtake.models.text import (
 )
 from longtake.parallel.collectives import first_does, from_first, gather_objects
 from longtake.parallel.mesh import World, join, pick_device, place_in_world
-from longtake.planner.encoding import describe_tile
+from longtake.planner.encoding import TileChoice, describe_tile
 from longtake.planner.plan import tile_to_fill
 from longtake.run_dir import RunDirectory
 from longtake.sampling.sampler import try_within_memory
 
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
+_TILES = "encoders/tile-{}.json"  # in a cache, by the codec's fingerprint
 _LARGE_BYTES = 2**24  # smaller files are read each time, which is as fast as looking up their hash
 _SHA256 = re.compile("[0-9a-f]{64}")
 
@@ -161,14 +162,35 @@ def settle_tile(recipe: Recipe, made: Path, choose: Callable[[], int]) -> int:
     if recipe.codec.encode_tile != "auto" or recipe.codec.kind == "pixels":
         return kept_tile(recipe.codec, None)
     assert recipe.data.cache is not None
-    of_codec = codec_fingerprint(recipe.with_encode_tile(0), made)
-    path = recipe.data.cache / "encoders" / f"tile-{of_codec}.json"
+    path = _tile_path(recipe, recipe.data.cache, made)
     kept = read_record(path, dict[str, Count])
     if kept is None:
         write_once(path, {"pixels": choose()})
         # Another command may have been first.
         kept = read_record(path, dict[str, Count])
     return (kept or {}).get("pixels", 0)
+
+
+def begun_tile(recipe: Recipe) -> TileChoice | None:
+    """Return the tiles in which clips of a recipe are encoded already; None where none are.
+
+    They are those of its run, or those of its cache, for whose codec no weights are downloaded.
+    """
+    run, cache = RunDirectory(recipe.out), recipe.data.cache
+    if run.exists():
+        return TileChoice(kept_tile(recipe.codec, run.components_path))
+    is_auto = recipe.codec.encode_tile == "auto" and recipe.codec.kind != "pixels"
+    if not is_auto or cache is None or not any(cache.glob(_TILES.format("*"))):
+        return None
+    with suppress(errors.ModelError):  # a codec that is not here
+        path = _tile_path(recipe, cache, run.components_path, files="config.json")
+        kept = read_record(path, dict[str, Count])
+        return None if kept is None else TileChoice(kept.get("pixels", 0))
+    return None
+
+
+def _tile_path(recipe: Recipe, cache: Path, made: Path, files: str = "*") -> Path:
+    return cache / _TILES.format(codec_fingerprint(recipe.with_encode_tile(0), made, files))
 
 
 def captions_of(loader: Loader) -> list[str]:
@@ -401,8 +423,11 @@ def _load_caption_encoder(
     return encode
 
 
-def codec_fingerprint(recipe: Recipe, made: Path) -> str:
-    """Return a checksum (32 hex digits) of everything that decides how pixels become latents."""
+def codec_fingerprint(recipe: Recipe, made: Path, files: str = "*") -> str:
+    """Return a checksum (32 hex digits) of everything that decides how pixels become latents.
+
+    `files` is the pattern of those of the codec that are downloaded first.
+    """
     section, part = recipe.codec, family(recipe.model.family).frozen.codec
     if section.kind == "pixels":
         return _fingerprint(recipe, [_PIXELS, section.kind], [])
@@ -410,7 +435,7 @@ def codec_fingerprint(recipe: Recipe, made: Path) -> str:
         folders = [made / "vae"]
     else:
         part = find_part(section.pretrained, part)
-        folders = [locate(section.pretrained, part.folder) / part.folder]
+        folders = [locate(section.pretrained, part.folder, files) / part.folder]
     # The dtype is a part of it, since it changes the last bits of latents.
     facts: list[object] = [_PIXELS, section.kind, part.class_name, section.dtype]
     # So do tiles; without them nothing is added, so that older caches stay valid.
