@@ -538,14 +538,20 @@ def test_every_key_that_may_change_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "steps", "is_accepted"),
-    [("constant", 20, True), ("constant", 5, False), ("cosine_restarts", 20, False)],
+    ("optimizer", "steps", "is_accepted"),
+    [
+        ({"schedule": "constant"}, 20, True),
+        ({"schedule": "constant"}, 5, False),
+        ({"schedule": "inverse_sqrt"}, 20, True),
+        ({"schedule": "inverse_sqrt", "warmup_ratio": 0.1}, 20, False),
+        ({"schedule": "cosine_restarts"}, 20, False),
+    ],
 )
 def test_only_a_run_at_a_plateau_may_be_made_longer(
-    schedule: str, steps: int, is_accepted: bool
+    optimizer: dict[str, Any], steps: int, is_accepted: bool
 ) -> None:
     values = _recipe().model_dump(exclude_none=True)
-    values["optimizer"]["schedule"] = schedule
+    values["optimizer"] |= optimizer
     values["training"]["steps"] = 10
     old = config.parse(values, "old")
     values["training"]["steps"] = steps
@@ -573,6 +579,10 @@ def test_only_a_run_at_a_plateau_may_be_made_longer(
         ("training.epochs=3", "a run ends by training.steps"),
         ("trainable.dropout=0.1", "no layer has dropout; captions have, by data.caption_dropout"),
         ("optimizer.max_grad_norm=0", "to clip none, set 1e9"),
+        (
+            "optimizer={warmup_steps=20, warmup_ratio=0.1}",
+            "optimizer.warmup_steps = 20 and optimizer.warmup_ratio = 0.1 both say",
+        ),
         ("training.global_batch_size=2147483648", "it should be less than or equal to 65536"),
         ("training.steps=1" + "0" * 30, "it should be less than or equal to 1000000000"),
         ("training.steps=1" + "0" * 5000, "it should be a valid integer"),

@@ -56,7 +56,10 @@ def _section(**values: Any) -> OptimizerSection:
     steps=st.integers(1, 10_000),
     warmup_steps=st.integers(0, 10_000),
     min_lr_ratio=st.floats(0, 1),
-    schedule=st.sampled_from(["constant", "linear", "cosine", "cosine_restarts"]),
+    schedule=st.sampled_from(
+        ["constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt"]
+    ),
+    schedule_power=st.floats(0.1, 10),
     schedule_cycles=st.integers(1, 10_000),
     data=st.data(),
 )
@@ -64,7 +67,7 @@ def test_a_factor_is_a_share(steps: int, data: st.DataObject, **values: Any) -> 
     section = _section(**values)
     step = data.draw(st.integers(0, steps - 1))
     assert 0 <= schedule_factor(step, steps, section) <= 1
-    if section.warmup_steps < steps - 1 and section.schedule != "constant":
+    if section.warmup_steps < steps - 1 and section.depends_on_end():
         assert schedule_factor(steps - 1, steps, section) == pytest.approx(section.min_lr_ratio)
 
 
@@ -91,6 +94,21 @@ def test_a_factor_is_a_share(steps: int, data: st.DataObject, **values: Any) -> 
             {0: 1.0, 7: 0.625, 14: 0.875, 21: 0.5},
         ),
         ({"warmup_steps": 0, "schedule": "linear", "schedule_cycles": 3}, 11, {5: 0.5, 10: 0.0}),
+        # A third of the steps is left: 1 / 9 of the way down to a half.
+        (
+            {"warmup_steps": 0, "schedule": "polynomial", "schedule_power": 2, "min_lr_ratio": 0.5},
+            91,
+            {0: 1.0, 60: 0.5 + 0.5 / 9, 90: 0.5},
+        ),
+        # Four warm-ups from the beginning, half the rate; the end does not count.
+        ({"warmup_steps": 10, "schedule": "inverse_sqrt"}, 41, {10: 1.0, 40: 0.5}),
+        (
+            {"warmup_steps": 0, "schedule": "inverse_sqrt", "min_lr_ratio": 0.4},
+            10**6,
+            {0: 1.0, 30_000: 0.5, 900_000: 0.4},
+        ),
+        # A tenth of 40 steps.
+        ({"warmup_ratio": 0.1, "schedule": "constant"}, 40, {0: 0.2, 3: 0.8, 4: 1.0}),
     ],
 )
 def test_a_schedule_has_its_factors(
@@ -156,6 +174,21 @@ def test_learning_rates_are_scaled_from_their_own_full_value() -> None:
     set_learning_rates(optimizers, 0.1)
     rates = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
     assert rates == pytest.approx([1e-4, 5e-3])
+
+
+@pytest.mark.parametrize("kind", ["adamw", "offloaded", "prodigy", "torch.optim:Adam", "adamw8bit"])
+def test_eps_is_in_the_denominator(kind: str) -> None:
+    """One large enough to bound a first step, which would else be the learning rate long."""
+    given = {"kind": "adamw", "offload": True} if kind == "offloaded" else {"kind": kind}
+    lengths = []
+    for eps in (1e-12, 1.0):
+        weight = nn.Parameter(torch.zeros(2, 2))
+        section = _section(**given, learning_rate=0.1, betas=(0.0, 0.0), eps=eps)
+        [optimizer] = build_optimizers(nn.ParameterList([weight]), [], section, "fp32")
+        weight.grad = torch.full((2, 2), 1e-3)
+        optimizer.step()
+        lengths.append(float(weight.detach().abs().max()))
+    assert 0 < lengths[1] < lengths[0] / 100
 
 
 def _perceptron(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -331,6 +364,7 @@ def test_an_optimizer_of_the_users_own_trains_and_goes_on_after_a_break(
         ({"options": {"momentun": 1}}, r"optimizer\.options\.momentun is not .*momentum"),
         ({"options": {"momentum": 0.5, "lr": "x"}}, r"optimizer\.options\.lr is set by the recipe"),
         ({"betas": (0.8, 0.9)}, r"takes no betas: remove optimizer\.betas"),
+        ({"eps": 1e-8}, r"takes no eps: remove optimizer\.eps"),
         ({"kind": "my_optim:WithoutClosure"}, r"its step\(self\) cannot be called as step\(clos"),
         ({"kind": "my_optim:NotSaved"}, r"keeps \['last'\] of weight 0 as NoneType"),
         (

@@ -92,14 +92,14 @@ def defaults(section: type[BaseModel] = Recipe, prefix: str = "") -> dict[str, o
 def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
     """Return differences that forbid a resume, as (key, old value, new value).
 
-    `training.steps` may grow if the learning rate is constant; any other schedule has been aiming
-    at the old end.
+    `training.steps` may grow if no learning rate depends on it; other schedules have been aiming at
+    the old end.
     """
     before, after = flat(old), flat(new)
     may_change = [*MAY_CHANGE_ON_RESUME]
     if new.data.on_change != "refuse":
         may_change += DECIDES_ORDER
-    if old.optimizer.schedule == "constant" and new.training.steps > old.training.steps:
+    if not old.optimizer.depends_on_end() and new.training.steps > old.training.steps:
         may_change.append("training.steps")
     return [
         (key, before.get(key), after.get(key))

@@ -108,15 +108,28 @@ class OptimizerSection(Section):
     """Learning rate of AdamW. For Prodigy, a factor on the rate that it finds; unset: 1."""
     muon_learning_rate: float = Field(0.02, gt=0)
     betas: Annotated[tuple[_Beta, _Beta], FromList] = (0.9, 0.99)
+    eps: float | None = Field(None, gt=0, le=1)
+    """Number that AdamW and Prodigy add to the denominator of their steps, and an optimizer of your
+    own that has this argument. Unset: 1e-8, or the default of your own class."""
     weight_decay: float = Field(0.0, ge=0)
-    schedule: Literal["constant", "cosine", "cosine_restarts", "linear"] = "cosine"
+    schedule: Literal[
+        "constant", "cosine", "cosine_restarts", "linear", "polynomial", "inverse_sqrt"
+    ] = "cosine"
     """Learning rate after the warm-up: constant, or a descent to `min_lr_ratio` times its value
-    at the last step; `cosine_restarts` descends `schedule_cycles` times, each time from the full
-    value (SGDR)."""
+    at the last step. `cosine_restarts` descends `schedule_cycles` times, each time from the full
+    value (SGDR); `polynomial` by the power `schedule_power`; `inverse_sqrt` by 1 / sqrt(t), where t
+    counts in warm-ups (without one, in 10,000 steps): it does not depend on the last step, and
+    stays at `min_lr_ratio` once it is there."""
     schedule_cycles: int = Field(4, ge=1, le=MAX_STEPS)
     """Number of descents of `cosine_restarts`, all of the same length; the last one ends with the
     run. Other schedules ignore it."""
+    schedule_power: float = Field(1.0, gt=0, le=100)
+    """Power of the share of steps that `polynomial` has left; 1 descends like `linear`. Other
+    schedules ignore it."""
     warmup_steps: int = Field(100, ge=0, le=MAX_STEPS)
+    """Steps at the beginning of the run in which the learning rate rises to its value."""
+    warmup_ratio: float | None = Field(None, ge=0, lt=1)
+    """Instead of `warmup_steps`: the warm-up as a share of `training.steps`, such as 0.05."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients with a larger norm are scaled down to this norm; 1e9 disables clipping."""
@@ -128,6 +141,26 @@ class OptimizerSection(Section):
         if value == 0:
             raise ValueError("it would scale every gradient to 0; to clip none, set 1e9")
         return value
+
+    def num_warmup_steps(self, steps: int) -> int:
+        """Return the steps of the warm-up in a run of this many steps."""
+        return self.warmup_steps if self.warmup_ratio is None else round(self.warmup_ratio * steps)
+
+    def depends_on_end(self) -> bool:
+        """Return True if the learning rates of a run's steps depend on how long it is."""
+        ends = self.schedule not in ("constant", "inverse_sqrt")
+        return ends or self.warmup_ratio is not None
+
+    @model_validator(mode="after")
+    def _warms_up_once(self) -> Self:
+        # The recipe that a run keeps sets every key: the default is known by its value.
+        is_default = self.warmup_steps == type(self).model_fields["warmup_steps"].default
+        if self.warmup_ratio is not None and not is_default:
+            raise ValueError(
+                f"optimizer.warmup_steps = {self.warmup_steps} and optimizer.warmup_ratio = "
+                f"{self.warmup_ratio:g} both say how long the warm-up is: leave one of them out"
+            )
+        return self
 
     # Before validation, as the section is frozen afterwards.
     @model_validator(mode="before")

@@ -26,6 +26,7 @@ from longtake.optim.prodigy import Prodigy
 EIGHT_BIT_BLOCK = 256
 """Number of elements of an 8-bit optimizer state that share a scale."""
 _MIN_EIGHT_BIT_NUMBERS = 4096  # torchao keeps smaller states in fp32 as well
+_EPS = 1e-8  # where the recipe sets none; it is also torch's default
 _COMPILERS = ("g++", "c++", "clang++", "gcc", "cc", "clang")
 
 
@@ -50,14 +51,15 @@ def build_optimizers(
     chosen = choose_optimizers(model, blocks, section)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     rate, betas, decay = section.learning_rate, section.betas, section.weight_decay
+    eps = section.eps or _EPS
     optimizers: list[Optimizer] = []
     if section.offload or any(parameter.dtype != torch.float32 for parameter in chosen.adamw):
         optimizers.append(
-            MasterAdamW(chosen.adamw, rate, betas, weight_decay=decay, offload=section.offload)
+            MasterAdamW(chosen.adamw, rate, betas, eps, decay, offload=section.offload)
         )
     elif chosen.adamw:
         # torch's default (foreach) holds one more copy of all trained parameters during a step.
-        optimizers.append(AdamW(chosen.adamw, rate, betas, weight_decay=decay, fused=True))
+        optimizers.append(AdamW(chosen.adamw, rate, betas, eps, decay, fused=True))
     if chosen.eight_bit:
         optimizers.append(_eight_bit_adamw(chosen.eight_bit, section))
     if chosen.own:
@@ -69,7 +71,7 @@ def build_optimizers(
             Muon(chosen.muon, lr=muon_rate, weight_decay=decay, dtype=dtype, replicas=replicas)
         )
     if chosen.prodigy:
-        optimizers.append(Prodigy(chosen.prodigy, rate, betas, weight_decay=decay))
+        optimizers.append(Prodigy(chosen.prodigy, rate, betas, decay, eps))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             # The schedule multiplies this rate at each step.
@@ -163,6 +165,7 @@ def _eight_bit_adamw(parameters: Sequence[Tensor], section: OptimizerSection) ->
         parameters,
         lr=section.learning_rate,
         betas=section.betas,
+        eps=section.eps or _EPS,
         weight_decay=section.weight_decay,
         block_size=EIGHT_BIT_BLOCK,
         bf16_stochastic_round=True,

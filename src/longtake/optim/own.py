@@ -37,11 +37,12 @@ def own_optimizer(parameters: Sequence[nn.Parameter], section: OptimizerSection)
     # The first argument of the constructor takes the weights, whatever its name.
     taken = defaults(found.__init__)
     given: dict[str, Any] = {next(iter(taken), "params"): parameters, "lr": section.learning_rate}
-    for name in ("betas", "weight_decay"):
-        if name in taken:
-            given[name] = getattr(section, name)
+    for name in ("betas", "weight_decay", "eps"):
+        value = getattr(section, name)
+        if name in taken and value is not None:
+            given[name] = value
         # The recipe that a run keeps sets every key, so a key that is set is known by its value.
-        elif getattr(section, name) != OptimizerSection.model_fields[name].default:
+        elif value != OptimizerSection.model_fields[name].default:
             raise RecipeError(f"{key} takes no {name}: remove optimizer.{name}.")
     if twice := given.keys() & section.options.keys():
         raise RecipeError(

@@ -12,7 +12,6 @@ from longtake.optim.master_weights import Fp32Optimizer
 from longtake.parallel.fsdp import local_shard
 
 _FIRST_DISTANCE = 1e-6
-_EPS = 1e-8
 
 
 class Prodigy(Fp32Optimizer):
@@ -36,7 +35,9 @@ class Prodigy(Fp32Optimizer):
         lr: float = 1.0,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        eps: float = 1e-8,
     ) -> None:
+        self._eps = eps
         estimate = {"distance": _FIRST_DISTANCE, "numerator": 0.0, "num_steps": 0}
         super().__init__(
             params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **estimate}
@@ -100,7 +101,7 @@ class Prodigy(Fp32Optimizer):
         state = {name: local_shard(value) for name, value in self.state[parameter].items()}
         shard = local_shard(parameter.detach())
         weight = state.get("master", shard)
-        scale = state["exp_avg_sq"].sqrt().add_(group["distance"] * _EPS)
+        scale = state["exp_avg_sq"].sqrt().add_(group["distance"] * self._eps)
         weight.mul_(1 - rate * group["weight_decay"])
         weight.addcdiv_(state["exp_avg"], scale, value=-rate)
         if weight is not shard:

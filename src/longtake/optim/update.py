@@ -22,6 +22,8 @@ Masters = Mapping[Tensor, Tensor]
 
 # --- Learning rates ---------------------------------------------------------------------------
 
+_INVERSE_SQRT_STEPS = 10_000  # that `inverse_sqrt` counts in without a warm-up, as in transformers
+
 
 def set_learning_rates(optimizers: Sequence[Optimizer], factor: float) -> None:
     """Set each optimizer's learning rate to its own base rate times the schedule's factor."""
@@ -50,11 +52,17 @@ def adapted_rate(group: Mapping[str, Any]) -> float:
 
 def schedule_factor(step: int, steps: int, section: OptimizerSection) -> float:
     """Return the schedule's learning rate at a step as a share of its full value, in [0, 1]."""
-    if step < section.warmup_steps:
+    warmup = section.num_warmup_steps(steps)
+    if step < warmup:
         # The first update already has a rate above 0.
-        return (step + 1) / (section.warmup_steps + 1)
+        return (step + 1) / (warmup + 1)
+    if section.schedule == "inverse_sqrt":
+        # As in transformers and fairseq, whose rate falls as if it had risen in the same curve.
+        unit = warmup or _INVERSE_SQRT_STEPS
+        return max(section.min_lr_ratio, math.sqrt(unit / (step - warmup + unit)))
     _, done = schedule_cycle(step, steps, section)
-    remaining = 1 - done if section.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    power = {"linear": 1.0, "polynomial": section.schedule_power}.get(section.schedule)
+    remaining = (1 + math.cos(math.pi * done)) / 2 if power is None else max(0.0, 1 - done) ** power
     return section.min_lr_ratio + (1 - section.min_lr_ratio) * remaining
 
 
@@ -65,7 +73,8 @@ def schedule_cycle(step: int, steps: int, section: OptimizerSection) -> tuple[in
     descend.
     """
     count = {"constant": 0, "cosine_restarts": section.schedule_cycles}.get(section.schedule, 1)
-    done = (step - section.warmup_steps) * count / max(1, steps - 1 - section.warmup_steps)
+    warmup = section.num_warmup_steps(steps)
+    done = (step - warmup) * count / max(1, steps - 1 - warmup)
     number = max(0, min(count - 1, int(done)))
     return number, done - number
 

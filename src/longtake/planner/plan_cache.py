@@ -39,7 +39,8 @@ _IN_NO_PLAN = (
     *("out", "seed", "guard", "watch", "checkpoint", "evaluation", "tracking"),
     *(f"optimizer.{name}" for name in ("learning_rate", "muon_learning_rate", "betas")),
     *(f"optimizer.{name}" for name in ("weight_decay", "max_grad_norm", "min_lr_ratio")),
-    *(f"optimizer.{name}" for name in ("schedule", "schedule_cycles", "warmup_steps")),
+    *(f"optimizer.{name}" for name in ("schedule", "schedule_cycles", "schedule_power", "eps")),
+    *(f"optimizer.{name}" for name in ("warmup_steps", "warmup_ratio")),
     *("training.steps", "sampling.fps"),
 )
 """Keys and sections of a recipe that no record in the cache depends on, nor whether a suggested

@@ -245,7 +245,8 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
     for batch, length in zip(known.step.stages, lengths, strict=True):
         inside, stage = recipe.in_stage(batch.name), recipe.data.stage(batch.name)
         # The run's first stage warms up by the optimizer section.
-        warmup = stage.warmup_steps if first or not is_known else recipe.optimizer.warmup_steps
+        of_run = recipe.optimizer.num_warmup_steps(recipe.training.steps)
+        warmup = stage.warmup_steps if first or not is_known else of_run
         end = recipe.training.steps if length is None else first + length
         rates = None
         if is_known:
@@ -255,7 +256,7 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
             section, steps = recipe.optimizer, recipe.training.steps
             restarts = [schedule_cycle(step, steps, section)[0] for step in (full, last)]
             # A restart in the stage brings the schedule's full value back.
-            highest = full if restarts[0] == restarts[1] else section.warmup_steps
+            highest = full if restarts[0] == restarts[1] else of_run
             at_full, at_end = (
                 section.learning_rate
                 * learning_rate_factor(recipe, step, StagePosition(batch.name, at - first))
