@@ -27,7 +27,6 @@ from longtake import config
 from longtake.cli import init
 from longtake.planner import forecast, memory, phases, solver
 from longtake.planner.activation_checkpointing import options_of
-from longtake.planner.block_weights import module_bytes
 from longtake.planner.devices import (
     SHARE_OF_HOST_MEMORY,
     DeviceBudget,
@@ -45,7 +44,6 @@ BEGIN, END = (
 )
 _ASKED = ((8, 16), (8, 32), (12, 32), (12, 64), (16, 32))
 """GiB of GPU memory and of RAM in the guide's table."""
-_PROCESS_GIB = 3  # RAM of a process beside the weights of an encoder, and of the system
 _PHASES = {
     "text": "text encoder",
     "encode": "codec, encoding",
@@ -258,11 +256,10 @@ def _facts(
         facts[phase.name] = {"gib": round(phase.peak_bytes / _GIB, 1), "how": phase.how}
         if phase.fits is False:
             short.append(f"{_PHASES[phase.name]}: {phase.peak_bytes / _GIB:.1f} GiB of GPU memory")
-    # An encoder is read whole before its layers are copied, or it is moved.
-    text_gib = sum(map(module_bytes, step.components.text.modules())) / _GIB + _PROCESS_GIB
-    facts["text_ram_gib"] = math.ceil(text_gib)
-    if text_gib > host:
-        short.append(f"text encoder: {math.ceil(text_gib)} GiB of RAM")
+        if phase.name == "text":
+            facts["text_ram_gib"] = math.ceil(phase.ram_bytes / _GIB)
+            if phase.ram_bytes > host * _GIB:
+                short.append(f"text encoder: {facts['text_ram_gib']} GiB of RAM")
     return {**facts, "short": short}
 
 

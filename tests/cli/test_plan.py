@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -15,13 +16,16 @@ from tests.build import change_options
 from tests.cli.conftest import Call, CallJson, Refuse
 
 from longtake import config
-from longtake.cli.plan_tables import _encoding_shortage, _number
+from longtake.cli.plan import _choose_device
+from longtake.cli.plan_tables import _number, _phase_shortages
 from longtake.config import Bucket, Recipe
 from longtake.data.catalog import Catalog
 from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
+from longtake.planner.devices import CPU
 from longtake.planner.encoding import TileChoice
+from longtake.planner.phases import PhaseForecast
 from longtake.planner.record import BlockWeights
 from longtake.planner.words import POLICY_WORDS
 
@@ -426,33 +430,81 @@ def test_the_least_of_each_treatment_of_weights_has_words(weights: str) -> None:
     assert POLICY_WORDS[f"all+{weights}"].startswith("every block is, and weights are")
 
 
+def _report_of(phase: PhaseForecast, *, is_short: bool = True, **codec: Any) -> Any:
+    codec = {"can_tile": True, "encode_tile": "auto"} | codec
+    step = SimpleNamespace(
+        components=SimpleNamespace(codec=SimpleNamespace(can_tile=codec["can_tile"])),
+        batch=SimpleNamespace(bucket="9 frames of 64x64"),
+        device=replace(CPU, reserve=0.25, ram_bytes=2**30),
+    )
+    return SimpleNamespace(
+        known=SimpleNamespace(step=step),
+        recipe=SimpleNamespace(codec=SimpleNamespace(encode_tile=codec["encode_tile"])),
+        tile=TileChoice(0),
+        phases=[phase],
+        short_phases=[phase] if is_short else [],
+    )
+
+
 @pytest.mark.parametrize(
-    ("can_tile", "tile", "advice"),
+    ("codec", "advice"),
     [
-        (False, "auto", "Its codec has no tiles. Train smaller clips"),
-        (True, 0, 'codec.encode_tile = "auto" takes tiles that fit, if there are any. Train'),
-        (True, "auto", "are needed. Train smaller clips"),
+        ({"can_tile": False}, "Its codec has no tiles. Train smaller clips"),
+        ({"encode_tile": 0}, 'codec.encode_tile = "auto" takes tiles that fit, if there are any.'),
+        ({}, "are needed. Train smaller clips"),
     ],
 )
-def test_it_says_which_clips_cannot_be_encoded(
-    can_tile: bool, tile: int | str, advice: str
-) -> None:
+def test_it_says_which_clips_cannot_be_encoded(codec: dict[str, Any], advice: str) -> None:
     """By the shape that was found when tiles were chosen, else by the one that is planned."""
-    codec = SimpleNamespace(can_tile=can_tile)
-    batch = SimpleNamespace(bucket="9 frames of 64x64")
-    step = SimpleNamespace(components=SimpleNamespace(codec=codec), batch=batch)
-    report: Any = SimpleNamespace(
-        known=SimpleNamespace(step=step),
-        recipe=SimpleNamespace(codec=SimpleNamespace(encode_tile=tile)),
-        tile=TileChoice(0),
-    )
-    encode: Any = SimpleNamespace(fits=False, peak_bytes=3 * 2**30, how="")
-    (text,) = _encoding_shortage(report, encode)
-    assert "Clips of 9 frames of 64x64 cannot be encoded in this memory: 3.00 GiB" in text
+    encode = PhaseForecast(2**30, 3 * 2**30, 1.0, name="encode", fits=False)
+    report = _report_of(encode, **codec)
+    (text,) = _phase_shortages(report)
+    assert "[red]Does not fit.[/red] Clips of 9 frames of 64x64 cannot be encoded in this" in text
+    assert "3.00 GiB are needed" in text
+    assert "or fill a cache on a GPU of 4.00 GiB by" in text
     assert advice in text
-    encode.fits = True
-    assert not list(_encoding_shortage(report, encode))
-    wide = Bucket(num_frames=5, height=704, width=1472)
-    report.tile, encode.how = TileChoice(128, wide, 2**30), "in tiles of 128 pixels"
-    (text,) = _encoding_shortage(report, encode)
+    report.tile = TileChoice(128, Bucket(num_frames=5, height=704, width=1472), 2**30)
+    report.phases = [replace(encode, how="in tiles of 128 pixels")]
+    (text,) = _phase_shortages(report)
     assert "Clips of 5 frames of 1472x704 cannot be encoded in this memory even in tiles" in text
+    report.phases = [replace(encode, name="step")]  # encoders beside the model
+    (text,) = _phase_shortages(report)
+    assert "Clips of 5 frames of 1472x704 cannot be encoded in this memory:" in text
+    report.short_phases = []  # its cache was filled
+    report.phases = [encode]
+    (text,) = _phase_shortages(report)
+    assert text.startswith("[yellow]note[/yellow] Clips of")
+    assert not list(_phase_shortages(_report_of(replace(encode, fits=True), is_short=False)))
+
+
+@pytest.mark.parametrize(
+    ("name", "ram_bytes", "words"),
+    [
+        ("text", 2**29, "text encoder: 3.00 GiB are needed. Take a GPU of 4.00 GiB. Or lower text"),
+        ("text", 2**31, "text encoder: a process needs 2.00 GiB of RAM to read it. Fill the cache"),
+        ("step", 0, "training, encoding: 3.00 GiB are needed. Take a GPU of 4.00 GiB. Or set data"),
+        ("sampling", 0, "training, sampling: 3.00 GiB are needed. Take a GPU of 4.00 GiB. Or lea"),
+    ],
+)
+def test_it_says_what_else_does_not_fit_and_what_would(
+    name: str, ram_bytes: int, words: str
+) -> None:
+    phase = PhaseForecast(1, 3 * 2**30, 1.0, name=name, fits=False, ram_bytes=ram_bytes)
+    (text,) = _phase_shortages(_report_of(phase))
+    assert text.startswith(f"[red]Does not fit.[/red] {words}")
+    assert not list(_phase_shortages(_report_of(phase, is_short=False)))
+
+
+def test_the_ram_of_a_computer_with_a_gpu_is_known(
+    small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longtake.planner.host_memory.usable_ram", lambda: 2**34)
+    recipe = small_recipe("recompute={device='h100', host_memory='1GiB'}")
+    for has_gpu, given, ram in (
+        (False, None, None),
+        (True, None, 2**33),
+        (False, "12GiB", 3 * 2**31),
+        (True, "12GiB", 3 * 2**31),
+    ):
+        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert _choose_device(recipe, None, None, given, 2, None).ram_bytes == ram

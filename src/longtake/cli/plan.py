@@ -93,8 +93,8 @@ def plan(
     """Tell before the run whether it fits and whether everything trains.
 
     It runs the model's own code on tensors without values, which takes seconds on any laptop. Exit
-    code 1 if nothing fits, the recipe's own policy does not, or something would not train; 2 if
-    training would refuse the recipe or its data.
+    code 1 if no step fits, the recipe's own policy does not, encoding or sampling does not, or
+    something would not train; 2 if training would refuse the recipe or its data.
     """
     with phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.planner.cost import run_cost
@@ -174,13 +174,18 @@ def _choose_device(
     per_node: int | None,
 ) -> "DeviceBudget":
     """Return the device to plan for: the recipe's, with the memory of the options or its own."""
+    from torch import cuda
+
     from longtake.config import memory_bytes
     from longtake.planner.devices import device_budget, with_host_memory
+    from longtake.planner.host_memory import usable_ram
 
     planned = device_budget(recipe, world_size=processes)
     # The recipe's memory belongs to the recipe's GPU: one named by --device has all of its own.
     if memory is None and (device or planned.memory_bytes is None):
         planned = planned.with_own_memory()
-    if host_memory is None:
-        return planned
-    return with_host_memory(planned, memory_bytes(host_memory), per_node or processes)
+    ranks = per_node or processes
+    if host_memory is not None:
+        return with_host_memory(planned, memory_bytes(host_memory), ranks)
+    # Only a computer with a GPU is the one that trains.
+    return replace(planned, ram_bytes=usable_ram() // ranks) if cuda.is_available() else planned

@@ -46,7 +46,7 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "host_ram": {
             "pinned_gib": _gib(known.pinned_host_bytes),
             "limit_gib": _gib(step.host_room),
-            "needed_gib": _gib(known.needed_host_bytes),
+            "needed_gib": _gib(known.needed_host_bytes),  # for steps; see phases
         },
         "short": list(report.short),
         "foreach_gib": _gib(known.foreach_bytes),
@@ -64,6 +64,7 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
             for change in report.suggestions
         ],
         "phases": [_phase(phase, recipe.sampling.every) for phase in report.phases],
+        "short_phases": [phase.name for phase in report.short_phases],
         "checkpoint": {"every": recipe.checkpoint.every, "minutes": recipe.checkpoint.minutes},
         "init_from": _start(report),
         "stages": [_stage(stage) for stage in report.stages],
@@ -139,6 +140,7 @@ def _cache(cache: "CacheForecast") -> dict[str, Any]:
 def _phase(phase: "PhaseForecast", sampling_every: int | None) -> dict[str, Any]:
     between = {"every": sampling_every} if phase.name == "sampling" else {}
     how = {"how": phase.how} if phase.how else {}
+    ram = {"ram_gib": _gib(phase.ram_bytes)} if phase.ram_bytes else {}
     return {
         "name": phase.name,
         "weights_gib": _gib(phase.weight_bytes),
@@ -147,6 +149,7 @@ def _phase(phase: "PhaseForecast", sampling_every: int | None) -> dict[str, Any]
         "fits": phase.fits,
         **between,
         **how,
+        **ram,
     }
 
 

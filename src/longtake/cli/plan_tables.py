@@ -1,5 +1,6 @@
 """Prints the report of `longtake plan` as sentences and tables."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ from longtake.planner.record import blocks_by_option
 from longtake.planner.words import (
     ACTIVATION_WORDS,
     FIXED_WORDS,
+    PHASE_REMEDIES,
+    PHASE_WORDS,
     POLICY_WORDS,
     WEIGHT_WORDS,
     cannot_encode,
@@ -41,14 +44,6 @@ _MUCH_MORE_THAN_A_GIB = 4 * _GIB
 """Peak memory in bytes above which one more GiB is a small step; below it, one more GiB means
 another GPU."""
 _FITS = {True: "[green]yes[/green]", False: "[red]no[/red]", None: ""}
-_PHASES = {
-    "text": ("text encoder", "a caption: to fill a cache, and to sample"),
-    "encode": ("codec, encoding", "a clip: to fill a cache"),
-    "step": ("training, encoding", "encoders in the step, beside model and optimizer"),
-    "model": ("model, sampling", "a video, one forward pass"),
-    "decode": ("codec, decoding", "a video"),
-    "sampling": ("training, sampling", "between two steps, beside model and optimizer"),
-}
 _LITTLE_EXPOSED = 0.05
 _SENT_WHEN = {
     "weights": "twice in each micro-batch",
@@ -214,10 +209,12 @@ def _verdict(report: "PlanReport") -> Iterator[RenderableType]:
     elif report.named_policy is not None:
         yield f'The recipe sets recompute.policy = "{report.named_policy}". In its place:'
     yield _describe_best(known)
-    if known.needed_host_bytes >= _GIB:
+    if report.needed_ram >= _GIB:
+        reads = "what the text encoder is read into"
+        why = "60 % of it may be pinned" if report.needed_ram == known.needed_host_bytes else reads
         yield (
-            f"The computer needs {format_size(known.needed_host_bytes)} of RAM at least "
-            "(--host-memory plans for another): 60 % of it may be pinned."
+            f"The computer needs {format_size(report.needed_ram)} of RAM at least "
+            f"(--host-memory plans for another): {why}."
         )
     groups = blocks_by_option(known.best.options)
     # If all blocks have one option, the sentence above has said so.
@@ -302,7 +299,7 @@ def _phase_table(phases: "Sequence[PhaseForecast]") -> Iterator[RenderableType]:
     table = plan_table("one part at a time, GiB", "weights", "peak", "takes", "fits", "")
     for phase in phases:
         sizes = [f"{size / _GIB:.2f}" for size in (phase.weight_bytes, phase.peak_bytes)]
-        label, meaning = _PHASES[phase.name]
+        label, meaning = PHASE_WORDS[phase.name]
         if phase.name != "sampling" and phase.how:
             meaning += f", {phase.how}"
         table.add_row(label, *sizes, f"{phase.seconds:.2g} s", _FITS[phase.fits], meaning)
@@ -324,8 +321,7 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
             f"{encoding.seconds:.1f} s more for this process's clips of one update. With "
             "data.cache they are not in the step."
         )
-    if (encode := phases.get("encode")) is not None:
-        yield from _encoding_shortage(report, encode)
+    yield from _phase_shortages(report)
     if (cache := report.cache) is not None:
         yield (
             f"Filling the cache of {plural(cache.num_clips, 'clip')}, in "
@@ -359,21 +355,33 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
         )
 
 
-def _encoding_shortage(report: "PlanReport", encode: "PhaseForecast") -> Iterator[str]:
-    """Yield a sentence if the memory is too little to encode clips."""
+def _phase_shortages(report: "PlanReport") -> Iterator[str]:
+    """Yield a sentence on each phase beside the steps for which the memory is too little."""
     step, tile = report.known.step, report.tile
-    if tile.bucket is not None:
-        bucket, needed = tile.bucket, tile.needed_bytes
-    elif encode.fits is False:
-        bucket, needed = step.batch.bucket, encode.peak_bytes
-    else:
-        return
-    more = ""
-    if not step.components.codec.can_tile:
-        more = "Its codec has no tiles. "
-    elif report.recipe.codec.encode_tile != "auto":
-        more = 'codec.encode_tile = "auto" takes tiles that fit, if there are any. '
-    yield f"[red]{escape(cannot_encode(str(bucket), format_size(needed), encode.how, more))}[/red]"
+    short = {phase.name for phase in report.short_phases}
+    for phase in report.phases:
+        gpu = f"a GPU of {format_size(step.device.memory_for(phase.peak_bytes))}"
+        encodes = phase.name == "encode" or (phase.name == "step" and tile.bucket is not None)
+        if phase.fits is not False or not (encodes or phase.name in short):
+            continue
+        label = PHASE_WORDS[phase.name][0]
+        if encodes:
+            more = ""
+            if not step.components.codec.can_tile:
+                more = "Its codec has no tiles. "
+            elif report.recipe.codec.encode_tile != "auto":
+                more = 'codec.encode_tile = "auto" takes tiles that fit, if there are any. '
+            bucket, needed = tile.bucket or step.batch.bucket, format_size(phase.peak_bytes)
+            text = cannot_encode(str(bucket), needed, phase.how, more, gpu)
+        elif phase.ram_bytes > (step.device.ram_bytes or math.inf):
+            needed = format_size(phase.ram_bytes)
+            text = f"{label}: a process needs {needed} of RAM to read it. Fill the cache "
+            text += "on a computer that has it, by `longtake data cache`."
+        else:
+            text = f"{label}: {format_size(phase.peak_bytes)} are needed. Take {gpu}. "
+            text += PHASE_REMEDIES[phase.name]
+        what = "[red]Does not fit.[/red]" if phase.name in short else "[yellow]note[/yellow]"
+        yield f"{what} {escape(text)}"
 
 
 def _gradient_lines(known: "Forecast") -> Iterator[str]:

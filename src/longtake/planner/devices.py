@@ -35,6 +35,7 @@ class DeviceBudget:
     reserve: float = 0.0  # share of `memory_bytes` that is left unplanned
     host_bandwidth: float = 31.5e9  # bytes per second to host memory, and the same back
     host_bytes: int = 64 * 2**30  # host memory for streamed weights and offloaded activations
+    ram_bytes: int | None = None  # all host RAM of a rank; None: unknown
     nccl_bytes: int = 0  # left to NCCL in addition to `reserve`
     int8_rate: float = 2.0  # of products of int8 numbers, as a multiple of `bf16_flops`
     fp8_rate: float = 2.0  # the same for fp8, with sums in fp32; 0: the GPU has none
@@ -260,7 +261,8 @@ def _given(name: str, parts: Sequence[str]) -> DeviceBudget | None:
 
 def with_host_memory(device: DeviceBudget, ram_bytes: int, ranks: int) -> DeviceBudget:
     """Return a device whose ranks share the page-locked part of `ram_bytes` of host RAM equally."""
-    return replace(device, host_bytes=int(ram_bytes * SHARE_OF_HOST_MEMORY) // ranks)
+    pinned = int(ram_bytes * SHARE_OF_HOST_MEMORY) // ranks
+    return replace(device, host_bytes=pinned, ram_bytes=ram_bytes // ranks)
 
 
 def device_budget(

@@ -18,7 +18,7 @@ from longtake.planner.block_weights import blocks_with
 from longtake.planner.fake_tensors import empty_like
 from longtake.planner.record import ON_DEVICE, BlockWeights, Options
 from longtake.planner.sampling_phase import sampling_phase
-from longtake.planner.text_phase import text_that_fits
+from longtake.planner.text_phase import ram_to_read, text_that_fits
 from longtake.planner.trace import InferenceTrace, make_fake, trace_inference
 from longtake.sampling.sampler import streams_for_sampling
 
@@ -35,6 +35,7 @@ class PhaseForecast(InferenceTrace):
     """Name of the phase: `text`, `encode`, `step` (training while encoders work), `model`, `decode`
     or `sampling`."""
     fits: bool | None  # None: no budget
+    ram_bytes: int = 0  # host RAM that a process needs to read the weights; 0: little
 
 
 def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
@@ -50,13 +51,18 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
     with _evaluated(step) as (mode, components):
         traces = _trace_phases(mode, step, components, options)
     budget = step.device.budget_bytes
-    return [
+    phases = [
         PhaseForecast(
             **vars(trace), name=name, fits=None if budget is None else trace.peak_bytes <= budget
         )
         for name in ("text", "encode", "step", "model", "decode", "sampling")
         if (trace := traces.get(name))
     ]
+    if "text" in traces:
+        ram, own = ram_to_read(step.recipe, components.text), step.device.ram_bytes
+        fits = False if own is not None and ram > own else phases[0].fits
+        phases[0] = replace(phases[0], ram_bytes=ram, fits=fits)
+    return phases
 
 
 @contextmanager

@@ -85,6 +85,7 @@ class PlanReport(TracedFacts):
     data_warnings: Sequence[str]
     refusal: str | None  # reason for which training would refuse the data
     cache: CacheForecast | None = None  # None: there is no cache, or no catalog yet
+    is_filled: bool = False  # the cache was filled once, maybe on a larger computer
     cost: RunCost | None = None  # of the whole run, if requested
 
     @property
@@ -98,15 +99,36 @@ class PlanReport(TracedFacts):
         return () if row is None else short_memory(self.known.step, row)
 
     @property
+    def short_phases(self) -> list[PhaseForecast]:
+        """Return what a training does besides its steps, and for which its memory is too little.
+
+        What a cache holds is encoded until it was filled once; steps that fit in no way say enough.
+        """
+        names = set[str]() if self.known.misses else {"step", "sampling"}
+        if self.recipe.data.cache is not None and not self.is_filled:
+            names |= {"text", "encode"}
+        return [each for each in self.phases if each.name in names and each.fits is False]
+
+    @property
+    def needed_ram(self) -> int:
+        """Host RAM that a node needs, in bytes, for steps and to read text encoders."""
+        step = self.known.step
+        to_read = (step.per_node or step.world_size) * max(
+            (each.ram_bytes for each in self.phases), default=0
+        )
+        return max(self.known.needed_host_bytes, to_read)
+
+    @property
     def exit_code(self) -> int:
         """Return the exit code of `longtake plan`.
 
-        2 if training would refuse the data, 1 if nothing fits or not everything trains, else 0.
+        2 if training would refuse the data, 1 if steps or what is done besides them do not fit, or
+        not everything trains, else 0.
         """
         if self.refusal is not None:
             return 2
-        known = self.known
-        return int(known.misses or self.policy_problem is not None or bool(known.gradients.fatal))
+        is_short = self.known.misses or self.policy_problem is not None or bool(self.short_phases)
+        return int(is_short or bool(self.known.gradients.fatal))
 
 
 @dataclass(frozen=True)
@@ -161,6 +183,7 @@ def make_report(
     return PlanReport(
         **vars(found.traced),
         cache=cache,
+        is_filled=recipe.data.cache is not None and (recipe.data.cache / "index").exists(),
         known=known,
         stages=list(_stages(known, data_plan)),
         start=stored_start(known.step),
@@ -206,7 +229,14 @@ def _trace_more(known: Forecast, links: Links, begun: TileChoice | None) -> Trac
     tile = begun or choose_tile(recipe, step.device, beside_encoding(step, fixed))
     recipe = recipe.with_encode_tile(tile.pixels)
     step = replace(step, recipe=recipe)
-    phases = forecast_phases(step, options)
+    # For the shape that does not fit, instead of the one with the most tokens.
+    worst = "step" if recipe.encodes_in_steps() else "encode"
+    phases = [
+        replace(each, peak_bytes=tile.needed_bytes, fits=False)
+        if tile.bucket is not None and each.name == worst
+        else each
+        for each in forecast_phases(step, options)
+    ]
     policy, chosen = recipe.recompute.policy, recipe.recompute.chosen()
     is_named = policy not in ("auto", "best")
     is_short = is_named and known.best is not None and known.policy(policy).fits is False

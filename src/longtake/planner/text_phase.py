@@ -4,7 +4,9 @@ from dataclasses import replace
 from functools import partial
 
 from longtake.config import Bucket, Recipe
+from longtake.models import numerics
 from longtake.models.base import family
+from longtake.models.components import text_section
 from longtake.models.conditioning import picture_sizes
 from longtake.models.streamed import layer_lists
 from longtake.models.text import TextEncoder, encodes_by_layer
@@ -16,6 +18,20 @@ from longtake.planner.trace import InferenceTrace, trace_inference
 _SHARE_OF_PAGEABLE = 1 / 3
 """Share of the rate of page-locked copies that copies of other memory reach: the driver copies it
 to memory of its own first (NVIDIA's bandwidthTest measures 6 to 12 of 24 to 26 GB/s)."""
+
+
+_PROCESS_BYTES = 3 * 2**30
+"""Host RAM of a process and of the system beside the weights that it reads."""
+
+
+def ram_to_read(recipe: Recipe, text: TextEncoder) -> int:
+    """Return the bytes of host RAM that a process needs to read text encoders; 0 for small ones.
+
+    Weights are read whole, before they are quantised or moved to a GPU.
+    """
+    itemsize = numerics.DTYPES[text_section(recipe).kept_in()].itemsize
+    num_bytes = itemsize * sum(map(numerics.count_weights, text.modules()))
+    return num_bytes + _PROCESS_BYTES if num_bytes > _PROCESS_BYTES else 0
 
 
 def text_that_fits(

@@ -43,7 +43,28 @@ FIXED_WORDS: Final = {
 """Words for the parts of device memory that are taken under every recompute policy."""
 
 
-def cannot_encode(bucket: str, needed: str, how: str, more: str = "") -> str:
+PHASE_WORDS: Final = {
+    "text": ("text encoder", "a caption: to fill a cache, and to sample"),
+    "encode": ("codec, encoding", "a clip: to fill a cache"),
+    "step": ("training, encoding", "encoders in the step, beside model and optimizer"),
+    "model": ("model, sampling", "a video, one forward pass"),
+    "decode": ("codec, decoding", "a video"),
+    "sampling": ("training, sampling", "between two steps, beside model and optimizer"),
+}
+"""Name and meaning of each phase of a run."""
+PHASE_REMEDIES: Final = {
+    "text": 'Or lower text.max_tokens, set text.quantize to "int8" or "nf4", or fill the cache '
+    "there, by `longtake data cache`.",
+    "step": "Or set data.cache and data.windows, so that nothing is encoded between steps.",
+    "sampling": "Or leave sampling.every out and sample by `longtake sample` or `evaluate`, or "
+    "sample smaller videos.",
+}
+"""What to do where a phase of a run other than its steps does not fit; see also `cannot_encode`."""
+
+
+def cannot_encode(
+    bucket: str, needed: str, how: str, more: str = "", gpu: str = "a larger GPU"
+) -> str:
     """Say that the memory is too little to encode clips, and what to do.
 
     Args:
@@ -51,10 +72,11 @@ def cannot_encode(bucket: str, needed: str, how: str, more: str = "") -> str:
         needed: memory that encoding one takes.
         how: in which tiles it would be encoded; "" for whole clips.
         more: a sentence on tiles, with a space after it.
+        gpu: one on which they can be encoded.
     """
     even = f" even {how}" if how else ""
     return (
         f"Clips of {bucket} cannot be encoded in this memory{even}: {needed} are needed. "
-        f'{more}Train smaller clips, set codec.dtype = "bf16", or fill a cache on a larger GPU '
-        "by `longtake data cache`."
+        f'{more}Train smaller clips, set codec.dtype = "bf16", or fill a cache on {gpu} by '
+        "`longtake data cache`."
     )
