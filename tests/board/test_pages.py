@@ -71,12 +71,14 @@ def test_tokens_per_second_have_a_row_for_each_bucket_if_the_run_has_them(
     assert "Speed by bucket" not in _overview(told)
     last = told.metrics()[-1]
     for step, frames in enumerate((33, 33, 1), last["step"] + 1):
+        assert ">MFU<" not in _overview(told)
         speed = {"bucket": [frames, 256, 480], "tokens_per_second": 1e5 * frames}
         speed |= {"mfu": 0.375} if frames == 1 else {}
         told.append_metrics({**last, "step": step, **speed})  # type: ignore[typeddict-item]
     html = _overview(told)
     assert re.search(r"33 frames of 480x256.*2.*3,300,000", html)
     assert re.search(r"1 frame of 480x256.*1.*100,00.*37.5 %", html)
+    assert ">MFU<" in html
     monkeypatch.setattr(overview, "_MOST_BUCKETS", 1)
     html = _overview(told)
     assert "1 frame of 480x256" not in html
