@@ -19,10 +19,10 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from longtake import fsio, process
-from longtake.health.gpu import driver_facts
 from longtake.parallel import attention_rules, attention_trial
 from longtake.parallel.attention_rules import NAMES, AttentionKind, Kernel, KernelChoice
 from longtake.parallel.attention_trial import Attempt, AttentionCase, Trials
+from longtake.planner.calibration import device_facts
 
 _PROGRAM = "longtake.parallel.attention_trial"
 _SECONDS = 120.0
@@ -74,13 +74,10 @@ class KernelChooser:
 
 def _key(cases: Sequence[AttentionCase], device: torch.device) -> str:
     """Return a checksum of everything that the choice of attention kernels depends on."""
-    on_cuda = device.type == "cuda"
     facts = {
         "cases": list(cases),
-        "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
-        "driver": driver_facts().get("driver") if on_cuda else None,
-        "torch": torch.__version__,
-        "cudnn": torch.backends.cudnn.version() if on_cuda else None,  # type: ignore[no-untyped-call]
+        **device_facts(device),
+        "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,  # type: ignore[no-untyped-call]
         "variables": {name: os.environ[name] for name in os.environ if name.startswith(_VARIABLES)},
         "program": Path(attention_trial.__file__).read_text(),
     }

@@ -8,7 +8,7 @@ import hashlib
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,12 +139,12 @@ def _median_seconds(device: torch.device, work: Callable[[], object], seconds: f
 
 
 def _path(device: torch.device) -> Path:
-    name = hashlib.sha256(json.dumps(_facts(device)).encode()).hexdigest()[:32]
+    name = hashlib.sha256(json.dumps(device_facts(device)).encode()).hexdigest()[:32]
     return fsio.cache_folder() / "rates" / f"{name}.json"
 
 
-def _facts(device: torch.device) -> Mapping[str, object]:
-    """Return what the rates depend on: a GPU's name, its driver and torch's version."""
+def device_facts(device: torch.device) -> dict[str, object]:
+    """Return what measurements of a device depend on: its name, the driver and torch's version."""
     on_cuda = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_cuda else "cpu",
