@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -108,6 +108,11 @@ class MetaStep(StepFacts):
     @property
     def num_copies(self) -> int:
         return self.world_size // self.num_shards
+
+    @cached_property
+    def static(self) -> StaticMemory:
+        """Memory that stays, without inputs and with all weights on the device."""
+        return _static_of(self)
 
     @property
     def gathers_in_bf16(self) -> bool:
@@ -431,41 +436,48 @@ def static_memory(
         input_bytes: bytes of one micro-batch's inputs.
         weight_bytes: bytes of the model on the device, if some weights are streamed or quantised.
     """
+    known = step.static
+    # A GPU gets the next micro-batch while this one is computed.
+    is_ahead = step.device.target == "cuda" and step.is_accumulating
+    return replace(
+        known,
+        weights=known.weights if weight_bytes is None else weight_bytes - known.elsewhere,
+        inputs=input_bytes,
+        inputs_ahead=input_bytes if is_ahead else 0,
+    )
+
+
+def _static_of(step: MetaStep) -> StaticMemory:
+    """Predict the memory that stays, without inputs and with all weights on the device."""
     recipe, components, shards = step.recipe, step.components, step.num_shards
-    model, target = components.model, step.device.target
+    model, blocks = components.model, components.family.blocks(components.model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = optimizer_bytes(
         model,
-        components.family.blocks(model),
+        blocks,
         recipe.optimizer,
         step.precision,
-        target,
+        step.device.target,
         partial(rounded, multiple=step.device.granule),
     )
     frozen = [*components.codec.modules(), *components.text.modules()]
     elsewhere = _elsewhere_bytes(step)
-    if weight_bytes is None:
-        weight_bytes = module_bytes(model, step.device.granule)
     is_replicated = shards == 1 and step.world_size > 1
-    blocks = components.family.blocks(model)
     buckets = fsdp.gradient_buckets(model, blocks) if is_replicated else ()
     return StaticMemory(
-        weights=weight_bytes - elsewhere,
+        weights=module_bytes(model, step.device.granule) - elsewhere,
         elsewhere=elsewhere,
         gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
         reduced=max(map(fsdp.bucket_bytes, buckets), default=0),
         optimizer=OptimizerBytes(
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards
         ),
-        inputs=input_bytes,
-        # A GPU gets the next micro-batch while this one is computed.
-        inputs_ahead=input_bytes if target == "cuda" and step.is_accumulating else 0,
+        inputs=0,
+        inputs_ahead=0,
         ema=len(recipe.ema.averages()) * sum(4 * p.numel() for p in trained) // shards,
         encoders=0 if recipe.data.cache is not None else sum(map(module_bytes, frozen)),
         encoding=step.encoding_bytes,
-        pinned_beside=pinned_beside_bytes(
-            components, recipe, step.precision, step.device, step.num_shards
-        ),
+        pinned_beside=pinned_beside_bytes(components, recipe, step.precision, step.device, shards),
     )
 
 

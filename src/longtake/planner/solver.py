@@ -8,6 +8,7 @@ mixture. The idea is that of Checkmate (Jain et al., 2020) and torch's `sac_milp
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -448,18 +449,21 @@ def find_best(
         if max(trace.peak_bytes, trace.weight_bytes + whole_bytes) <= budget_bytes
         and trace.host_bytes <= (tracer.subject.host_bytes or math.inf)
     ]
-    # A policy that is as fast as keeping everything cannot be improved on.
-    if not any(trace.seconds <= kept.seconds for _, trace in fitting):
-        fitting += _solved(tracer, costs, budget_bytes, whole_bytes)
+    with ThreadPoolExecutor(1) as beside:  # the solver works without Python's lock
+        more_bytes, host_bytes = budget_bytes + _GIB, tracer.subject.host_bytes
+        more = beside.submit(fastest, costs, more_bytes, host_bytes) if tries_more else None
+        # A policy that is as fast as keeping everything cannot be improved on.
+        if not any(trace.seconds <= kept.seconds for _, trace in fitting):
+            fitting += _solved(tracer, costs, budget_bytes, whole_bytes)
     if not fitting:
         return None
     options, traced = min(fitting, key=lambda each: each[1].seconds)
 
     overhead, with_another_gib = sweep.overhead(traced), None
-    if tries_more:
-        more = fastest(costs, budget_bytes + _GIB, tracer.subject.host_bytes) or options
+    if more is not None:
+        faster = costs.predicted_seconds(more.result() or options) / kept.seconds - 1
         # The solver may be a little off the optimum, but more memory never costs time.
-        with_another_gib = min(costs.predicted_seconds(more) / kept.seconds - 1, overhead)
+        with_another_gib = min(faster, overhead)
     predicted = int(costs.peak_bytes(options))
     return BestOptions(options, predicted, traced, overhead, with_another_gib)
 
