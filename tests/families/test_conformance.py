@@ -7,22 +7,25 @@ import dataclasses
 import fnmatch
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.build import fill_lora, fill_weights, measure_step
+from tests.build import block_names, fill_lora, fill_weights, measure_step
 from tests.families import plans, share_clips, table
 from tests.families.row import Row
 from tests.families.rows import ONE_OF_EACH, ROWS
 from tests.families.tiny import LONG, SHORT, Tiny, loss_and_gradients, relative
-from torch import Tensor
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from longtake.config import ModuleSection, Quantization, TrainableSection
 from longtake.errors import RecipeError
 from longtake.evaluation.export import export
 from longtake.fsio import read_json_lines
+from longtake.models.base import family
 from longtake.models.components import Components, outline
 from longtake.models.conditioning import outline_conditioning
 from longtake.models.objective import FlowBatch
@@ -33,6 +36,10 @@ from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
+from longtake.planner.record import KEEP
+from longtake.training.build import compile_blocks
+
+_BY_LENGTH = [row for row in ONE_OF_EACH if family(row.family).text.has_lengths]
 
 
 @pytest.mark.parametrize("prompt", [SHORT, LONG], ids=["short", "long"])
@@ -55,6 +62,45 @@ def test_captions_of_unlike_length_in_a_batch_are_each_as_alone(tiny: Tiny) -> N
         assert relative(together[mine], alone) <= 1e-5
         other = predict(noisy[mine], sigmas[mine], tiny.told(sampler, [prompts[1 - row]]))
         assert relative(other, alone) > 1e-4
+
+
+def test_gradients_of_captions_of_unlike_length_are_the_sum_of_each_alone(tiny: Tiny) -> None:
+    parts, batch = tiny.training(TrainableSection(kind="lora", rank=2)), tiny.batch()
+    together, *each = (
+        torch.cat([gradient.flatten() for gradient in loss_and_gradients(parts, one).values()])
+        for one in (batch, _alone(batch, 0), _alone(batch, 1))
+    )
+    assert relative(together, each[0] + each[1]) <= 1e-5
+    assert relative(together, 2 * each[0]) > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
+@pytest.mark.parametrize("tiny", _BY_LENGTH, ids=lambda row: row.kind, indirect=True)
+def test_compiled_blocks_take_captions_of_any_length(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program for each length would take minutes each, and then torch's limit of programs."""
+    torch._dynamo.reset()
+    compiled = CompileCounter()
+    whole = partialmethod(nn.Module.compile, backend=compiled, fullgraph=True)
+    monkeypatch.setattr(nn.Module, "compile", whole)
+    parts = tiny.training(TrainableSection(kind="lora", rank=2))
+    compile_blocks(dict.fromkeys(block_names(parts), KEEP), parts, tiny.recipe())
+    batch, counts = _alone(tiny.batch(), 1), list[int]()
+    width = batch.conditioning["prompt_embeds"].shape[-1]
+    for length in (20, 40, 70, 100):
+        text = {"prompt_embeds": torch.randn(1, length, width)}
+        text["prompt_length"] = torch.tensor([length])
+        told = {**batch.conditioning, **text}
+        loss_and_gradients(parts, dataclasses.replace(batch, conditioning=told))
+        counts.append(int(compiled.frame_count))
+    assert counts[0] < counts[1] == counts[-1]
+
+
+def _alone(batch: FlowBatch, row: int) -> FlowBatch:
+    mine = slice(row, row + 1)
+    told = {name: each[mine] for name, each in batch.conditioning.items()}
+    return FlowBatch(batch.latents[mine], batch.noise[mine], batch.sigmas[mine], told)
 
 
 def test_an_outline_of_conditioning_has_its_shapes(tiny: Tiny) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import get_kernel
 from torch.nn.attention import SDPBackend
 
@@ -101,6 +102,27 @@ def test_kinds_differ_by_layout_and_mask_but_not_by_length() -> None:
         *((0, 1), (2, 1), (1, 1), (3, 1)),
     )
     assert not refusals(heads, heads, heads, None, is_causal=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns itself of much
+def test_a_program_for_any_length_obeys_the_rule_of_its_kind(
+    flash_runs: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads, guard = _heads(), attention_rules.obey_refusals("AutogradCPU")
+    kind = kind_of(heads, heads, heads, None, is_causal=False)
+    monkeypatch.setitem(attention_rules.CHOICES, kind, KernelChoice("math", ("flash",)))
+    torch._dynamo.reset()
+    compiled = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=compiled, dynamic=True)
+    def attend(query: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, query, query)
+
+    for length in (8, 12, 17, 40):
+        torch.autograd.backward(attend(_heads(length=length)).sum())
+    guard._destroy()
+    assert compiled.frame_count == 1
+    assert not flash_runs
 
 
 @pytest.mark.parametrize(

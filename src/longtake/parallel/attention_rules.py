@@ -7,7 +7,7 @@ shared all end in the same operations.
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -94,24 +94,35 @@ def kind_of(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, is_causal: bool
 ) -> AttentionKind:
     """Return the properties of query, key and value [B, H, T, D] that decide the kernel."""
+    of_query, of_key, of_value = (_numbers(each.shape) for each in (query, key, value))
     return AttentionKind(
         str(query.dtype).removeprefix("torch."),
-        (key.shape[-1], value.shape[-1]),
+        (of_key[-1], of_value[-1]),
         (_layout(query), _layout(key), _layout(value)),
         mask is not None,
         is_causal,
-        query.shape[-3] != key.shape[-3],
+        of_query[-3] != of_key[-3],
     )
 
 
 def _layout(tensor: Tensor) -> Layout:
-    strides, dims, packed = tensor.stride(), list[tuple[int, int]](), 1
-    used = [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1]
+    strides, shape = _numbers(tensor.stride()), _numbers(tensor.shape)
+    dims, packed = list[tuple[int, int]](), 1
+    used = [dim for dim in range(tensor.dim()) if shape[dim] > 1]
     # From the innermost dimension: `packed` is the memory that the inner dimensions span.
     for dim in sorted(used, key=lambda each: strides[each]):
         dims.append((dim, math.ceil(strides[dim] / packed)))
-        packed = max(packed, strides[dim] * tensor.shape[dim])
+        packed = max(packed, strides[dim] * shape[dim])
     return tuple(reversed(dims))
+
+
+def _numbers(sizes: Sequence[Any]) -> list[int]:
+    """Return sizes as numbers, also in code that is compiled for any length.
+
+    There they are those of the call at which it is compiled. Comparing the symbols would restrict
+    the code to that length, and a kind with symbols could not be looked up.
+    """
+    return [int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in sizes]
 
 
 def refusals(

@@ -319,8 +319,11 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     saving, except where activations are offloaded, and around a streamed block, whose weights are
     looked up again when it is recomputed. A streamed block that keeps its activations is not
     compiled. A block with a graph break, such as at a user's module that reads values, is compiled
-    in pieces.
+    in pieces. Blocks of a family whose captions keep their own lengths are compiled for any length.
     """
+    # Otherwise each length of a caption would be a program of its own, which takes minutes. The
+    # first length is one, too; a second makes torch compile for the sizes that differ.
+    dynamic = None if parts.family.text.has_lengths else False
     config: Any = torch._dynamo.config
     wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
     # By default torch stops to compile a function after 8 programs.
@@ -338,18 +341,18 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
         if block in streamed:
             # Otherwise views of weights would be saved, and would be gone in the backward pass.
             if option.activations in activation_checkpointing.RECOMPUTED:
-                block.forward = torch.compile(block.forward, dynamic=False)
+                block.forward = torch.compile(block.forward, dynamic=dynamic)
             if option.activations == "save-attention":  # attention is compiled, too
                 option = replace(option, activations="recompute")
             run_by_torch[name] = option
         elif option.activations in activation_checkpointing.OFFLOADED:
             run_by_torch[name] = option
-            block.compile(dynamic=False)
+            block.compile(dynamic=dynamic)
         else:
             block.forward = partial(
                 activation_checkpointing.run_block, option.activations, block.forward
             )
-            block.compile(dynamic=False)
+            block.compile(dynamic=dynamic)
     run_blocks(run_by_torch, parts)
 
 
