@@ -24,6 +24,7 @@ _RATES = MeasuredRates(
     bf16_products=500e12,
     fp32_products=50e12,
     attention=250e12,
+    masked_attention=100e12,
     memory=2.4e12,
     host=40e9,
     measured_at="2026-01-02T03:04:05.000+00:00",
@@ -70,7 +71,7 @@ def test_rates_are_those_of_the_work_that_was_done(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
     found = measure_rates(_CPU, seconds=1, scale=64)
     assert found.bf16_products == found.fp32_products == 2 * 256 * 48 * 192
-    assert found.attention == 14 * 24 * 128**2 * 128
+    assert found.attention == found.masked_attention == 14 * 24 * 128**2 * 128
     assert found.memory == 2 * found.host == 2 * 2**28 / 64**2
 
 
@@ -111,6 +112,25 @@ def test_the_gpu_at_hand_is_planned_for_by_its_rates() -> None:
     heads = [(1, 24, 2048, 128)] * 3
     attention = _seconds("_scaled_dot_product_flash_attention", found, *heads)
     assert attention == pytest.approx(4 * 24 * 2048**2 * 128 / 250e12)
+
+
+@pytest.mark.usefixtures("h100")
+def test_attention_with_a_mask_goes_by_a_rate_of_its_own() -> None:
+    found, aten = device_for("cuda"), torch.ops.aten
+    heads = torch.empty(1, 24, 2048, 128, dtype=torch.bfloat16, device="meta")
+    count = 4 * 24 * 2048**2 * 128
+    forward, backward = (
+        getattr(aten, f"_scaled_dot_product_efficient_attention{name}").default
+        for name in ("", "_backward")
+    )
+    for bias, rate in ((None, 250e12), (heads.new_empty(1, 24, 2048, 2048), 100e12)):
+        args = heads, heads, heads, bias, True
+        made = forward(*args)
+        assert seconds(forward, args, {}, made, found) == pytest.approx(count / rate)
+        others = bias, *made, 0.0, [True, True, True, False]
+        again = heads, heads, heads, heads, *others
+        taken = seconds(backward, again, {}, backward(*again), found)
+        assert taken == pytest.approx(2.5 * count / rate)
 
 
 @pytest.mark.usefixtures("h100")

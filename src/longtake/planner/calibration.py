@@ -22,9 +22,10 @@ from torch import Tensor
 from longtake import fsio
 from longtake.errors import PlanError
 from longtake.health.gpu import driver_facts
+from longtake.parallel import attention_rules
 
 _SECONDS = 1.2
-"""Time for which each of six rates is measured, after a first call that is not counted."""
+"""Time for which each of seven rates is measured, after a first call that is not counted."""
 _LEAST_CALLS = 3
 _TOKENS, _WIDTH = 16384, 3072
 _HEADS, _HEAD_WIDTH = 24, 128
@@ -39,6 +40,7 @@ class MeasuredRates:
     bf16_products: _Rate
     fp32_products: _Rate
     attention: _Rate  # in bf16, forward and backward
+    masked_attention: _Rate  # the same where padding is masked
     memory: _Rate  # read and written
     host: _Rate  # the slower one of copies to page-locked memory and back
     measured_at: str  # UTC, ISO 8601
@@ -96,6 +98,7 @@ def measure_rates(device: torch.device, seconds: float = _SECONDS, scale: int = 
         bf16_products=products(torch.bfloat16),
         fp32_products=products(torch.float32),
         attention=_attention_rate(device, tokens // 2, rate),
+        masked_attention=_attention_rate(device, tokens // 2, rate, is_masked=True),
         memory=rate(2 * num_bytes, lambda: target.copy_(source)),
         host=min(
             rate(num_bytes, lambda: pinned.copy_(source, non_blocking=True)),
@@ -106,8 +109,14 @@ def measure_rates(device: torch.device, seconds: float = _SECONDS, scale: int = 
 
 
 def _attention_rate(
-    device: torch.device, tokens: int, rate: Callable[[float, Callable[[], object]], float]
+    device: torch.device,
+    tokens: int,
+    rate: Callable[[float, Callable[[], object]], float],
+    *,
+    is_masked: bool = False,
 ) -> float:
+    attention_rules.guard_attention()  # as in training, which refuses kernels with faults
+    mask = torch.arange(tokens, device=device)[None, None, None] < tokens - 1
     shape = 1, _HEADS, tokens, _HEAD_WIDTH
     queries, keys, values, gradient = (
         torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4)
@@ -115,7 +124,9 @@ def _attention_rate(
     leaves = [each.requires_grad_() for each in (queries, keys, values)]
 
     def attend() -> tuple[Tensor, ...]:
-        attended = F.scaled_dot_product_attention(queries, keys, values)
+        attended = F.scaled_dot_product_attention(
+            queries, keys, values, attn_mask=mask if is_masked else None
+        )
         return torch.autograd.grad(attended, leaves, gradient)
 
     # 4 operations for each pair of tokens and channel in the forward pass, and 10 in the backward

@@ -42,6 +42,7 @@ class DeviceBudget:
     # Shares of these figures that kernels reach: usual ones of large transformers, or measured.
     share_of_products: float = 0.7
     share_of_attention: float = 0.5
+    share_of_masked_attention: float = 0.5
     share_of_bandwidth: float = 0.8
     share_of_link: float = 0.8  # (24 to 26 of 31.5 GB/s are usual in NVIDIA's bandwidthTest)
     measured_at: str | None = None  # UTC; None: the shares are usual ones
@@ -64,6 +65,7 @@ class DeviceBudget:
             fp32_flops=rates.fp32_products / share,
             share_of_products=share,
             share_of_attention=rates.attention / self.bf16_flops,
+            share_of_masked_attention=rates.masked_attention / self.bf16_flops,
             share_of_bandwidth=rates.memory / self.bandwidth,
             share_of_link=rates.host / self.host_bandwidth,
             measured_at=rates.measured_at,

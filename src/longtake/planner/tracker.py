@@ -31,6 +31,12 @@ _FORMULAS = {
     ],
 }
 
+_MASK_AT = {
+    _aten._scaled_dot_product_efficient_attention: 3,
+    _aten._scaled_dot_product_efficient_attention_backward: 4,
+}
+"""Place of the mask among the arguments of CUDA's kernel of attention that takes one."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -208,7 +214,10 @@ def seconds(
     formula = _FORMULAS.get(packet)
     if formula is None:
         return traffic
-    share = device.share_of_attention if _is_attention(packet) else device.share_of_products
+    share = device.share_of_products
+    if _is_attention(packet):
+        is_masked = packet in _MASK_AT and args[_MASK_AT[packet]] is not None
+        share = device.share_of_masked_attention if is_masked else device.share_of_attention
     # torch's formulas take longer than the operations of a trace, which are few and repeat.
     key = packet, *map(_shape, (*args, *kwargs.items(), result))
     if key not in _COUNTS:
