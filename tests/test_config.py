@@ -104,7 +104,7 @@ def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
 
 def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
     message = _message(path, "checkpoint.xyzzy=1")
-    known = "every, keep, keep_every, minutes"
+    known = "every, every_epochs, keep, keep_every, minutes"
     assert message == f"checkpoint.xyzzy is not a key of a recipe; known there: {known}."
     assert "known there: checkpoint, codec, data, ema," in _message(path, "xyzzy=1")
 
@@ -116,6 +116,25 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
         ("training.steps=1.5", "training.steps is 1.5; it should be a valid integer."),
         ("training.steps='7'", "training.steps is '7'; it should be a valid integer."),
         ("training.steps=0", "training.steps is 0; it should be greater than 0."),
+        (
+            "training={global_batch_size=4}",
+            "training.steps is missing, and it has no default: give it, or training.epochs.",
+        ),
+        (
+            "training.epochs=3",
+            "training.steps = 1000 and training.epochs = 3 both say how long the run is: leave one "
+            "of them out.",
+        ),
+        (
+            "checkpoint={every=10, every_epochs=2}",
+            "checkpoint.every = 10 steps and checkpoint.every_epochs = 2 both say when to save: "
+            "leave one of them out; checkpoint.minutes also saves in between.",
+        ),
+        (
+            "sampling={every=10, every_epochs=2}",
+            "sampling.every = 10 steps and sampling.every_epochs = 2 both say when to sample: "
+            "leave one of them out.",
+        ),
         ("seed=-1", "seed is -1; it should be greater than or equal to 0."),
         ("data.caption_dropout=true", "data.caption_dropout is True; it should be a valid number."),
         (
@@ -401,7 +420,26 @@ def test_what_decides_the_order_may_change_when_asked() -> None:
     refusing = _free_when("refuse")
     assert refusing.isdisjoint(DECIDES_ORDER)
     for policy in ("merge", "finish", "restart"):
-        assert _free_when(policy) - refusing == set(DECIDES_ORDER)
+        # Another number of epochs is another stage: see the next test.
+        assert _free_when(policy) - refusing == set(DECIDES_ORDER) - {"training.epochs"}
+
+
+def test_the_epochs_of_a_run_are_those_of_a_stage_and_decide_its_steps() -> None:
+    values = _recipe().model_dump(exclude_none=True)
+    del values["training"]["steps"]
+    values["training"]["epochs"] = 2
+    given = config.parse(values, "given")
+    assert [(each.name, each.epochs) for each in given.data.curriculum()] == [("all", 2)]
+    kept = config.parse(config.kept(given.with_steps(70)).model_dump(exclude_none=True), "kept")
+    assert (kept.training.steps, kept.training.epochs) == (70, 2)
+    assert config.differences(kept, given) == []
+    longer = config.changed(kept, ["training.epochs=3"])
+    assert longer.data.stage("all").epochs == 3
+    changed = [key for key, _, _ in config.differences(kept, longer)]
+    assert changed == ["data.stages", "training.epochs"]
+    assert not config.differences(kept, config.changed(longer, ["data.on_change=finish"]))
+    with pytest.raises(RecipeError, match=r"training\.epochs = 2, but data\.stages has .*\(a, b\)"):
+        config.changed(given, ["data.stages=[{name='a', steps=1}, {name='b', epochs=2}]"])
 
 
 @pytest.mark.parametrize(
@@ -576,7 +614,7 @@ def test_only_a_run_at_a_plateau_may_be_made_longer(
             'training.encode_ahead = true, but with codec.kind = "pixels" and text.kind = "words" '
             "nothing is encoded in a step: leave one of the two out.",
         ),
-        ("training.epochs=3", "a run ends by training.steps"),
+        ("training.num_train_epochs=3", "did you mean training.epochs?"),
         ("trainable.dropout=0.1", "no layer has dropout; captions have, by data.caption_dropout"),
         ("optimizer.max_grad_norm=0", "to clip none, set 1e9"),
         (

@@ -179,15 +179,15 @@ _A, _B, _C = {"name": "a"}, {"name": "b"}, {"name": "c", "ramp_steps": 10}
             "Stage b: none of the catalog's 9 clips",
         ),
         (
-            {"catalogs": _BOTH, "stages": [{"name": "one", "epochs": 2}]},
-            r"Stage one mixes the catalogs a, b .* Give the stage steps",
+            {"catalogs": _BOTH, "weights": {"a": 2}, "stages": [{"name": "one", "epochs": 2}]},
+            r"Stage one mixes the catalogs a, b by weights.* Give it steps",
         ),
         (
             {"catalogs": _BOTH, "weights": {"a": 0.0, "b": 0.0}},
             "Stage all: every catalog has weight 0",
         ),
     ],
-    ids=["ramps do not fit", "long warm-up", "no clips", "epochs of two catalogs", "no weight"],
+    ids=["ramps do not fit", "long warm-up", "no clips", "epochs and weights", "no weight"],
 )
 def test_stages_that_cannot_be_are_refused_before_the_first_step(
     data: dict[str, Any], message: str
@@ -201,6 +201,28 @@ def test_a_stage_of_one_catalog_with_a_weight_may_have_epochs() -> None:
     clips = {"a": catalog_of(range(9)), "b": catalog_of(range(20, 29))}
     data = section(catalogs=_BOTH, weights={"b": 0.0}, stages=[{"name": "one", "epochs": 2}])
     assert begin(clips, data, 3, 0).end_step == 6
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sizes=st.tuples(st.integers(1, 30), st.integers(1, 30), st.integers(1, 30)),
+    repeats=st.integers(1, 3),
+    batch_size=st.integers(1, 7),
+)
+def test_catalogs_of_a_stage_in_epochs_end_together(
+    sizes: tuple[int, ...], repeats: int, batch_size: int
+) -> None:
+    clips = {name: catalog_of(range(n)) for name, n in zip("abc", sizes, strict=True)}
+    paths = {name: f"{name}.parquet" for name in clips}
+    data = section(catalogs=paths, repeats={"b": repeats}, stages=[{"name": "s", "epochs": 2}])
+    plan = begin(clips, data, batch_size, 0)
+    expected = Counter(
+        ("s", name, epoch, row)
+        for name, n in zip("abc", sizes, strict=True)
+        for epoch in range(2 * (repeats if name == "b" else 1))
+        for row in range(n)
+    )
+    assert _consumed(plan) == expected
 
 
 def test_each_bucket_has_a_batch_size_of_its_own_in_each_stage() -> None:

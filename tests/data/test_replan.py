@@ -81,6 +81,36 @@ def test_the_position_of_a_run_is_small_and_json(
     assert len(json.dumps([after, plans.history])) < 1500
 
 
+def test_epochs_of_several_catalogs_are_over_when_each_has_had_its_own(tmp_path: Path) -> None:
+    clips = {"a": catalog_of(range(10)), "b": catalog_of(range(20, 24))}
+    stages = [{"name": "one", "epochs": 2}, {"name": "two", "epochs": 1}]
+    repeats = {"b": 2}
+    plans = PlannedRun(tmp_path, clips, 2, catalogs=_BOTH, repeats=repeats, stages=stages).plans
+    found = [plans.epochs_before(step, repeats) for step in range(27)]
+    assert found == [*[("one", 0)] * 9, *[("one", 1)] * 9, *[("two", 0)] * 9]
+
+
+@pytest.mark.parametrize("grown", [range(14), range(8)])
+@pytest.mark.parametrize("policy", ["merge", "finish"])
+def test_a_changed_mixture_ends_after_its_epochs(tmp_path: Path, policy: str, grown: range) -> None:
+    """The clips of both catalogs, twice each, whatever the step at which one of them changed."""
+    clips = {"a": catalog_of(range(10)), "b": catalog_of(range(20, 25))}
+    for step in (0, 3, 8, 11, 15):
+        run = PlannedRun(
+            tmp_path / str(step), clips, 2, catalogs=_BOTH, stages=[{"name": "one", "epochs": 2}]
+        )
+        run.train(step)
+        run.resume({**clips, "a": catalog_of(grown)}, on_change=policy)
+        run.train()
+        last = run.seen["one/a", 1]
+        if policy == "merge" and step < 8:
+            assert last == Counter(identities_of(catalog_of(grown)))
+        assert set(last.values()) == {1}
+        for epoch in (0, 1):
+            assert run.seen["one/b", epoch] == Counter(identities_of(clips["b"]))
+        assert set(run.seen) == {(f"one/{name}", n) for name in "ab" for n in (0, 1)}
+
+
 @pytest.mark.parametrize("policy", ["refuse", "merge", "finish", "restart"])
 def test_without_a_change_the_plans_stay_the_same(
     changed_catalogs: dict[str, Catalog], tmp_path: Path, policy: str

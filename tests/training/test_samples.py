@@ -1,7 +1,9 @@
 """Presets that are sampled between two steps."""
 
 import shutil
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from tests.build import QUIET, Recipes, assert_saved_alike, events, rows, train_
 
 from longtake import heartbeat
 from longtake.config import Recipe
+from longtake.data.loader import Loader
 from longtake.errors import RecipeError
 from longtake.evaluation.evaluator import CheckpointEvaluator, SampleEvaluator
 from longtake.evaluation.options import ServerOptions, ServerReport
@@ -21,6 +24,7 @@ from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import own_name
 from longtake.sampling.sampler import Sampler
+from longtake.training.saving import is_sampled_after
 from longtake.training.train import train
 
 _PRESET = (
@@ -47,6 +51,25 @@ def _serve(run: RunDirectory) -> EvaluationServer:
         )
         server.serve()
     return server
+
+
+def test_samples_are_due_by_steps_or_at_the_end_of_epochs(small_recipe: Recipes) -> None:
+    plain = small_recipe("training.steps=40")
+    with closing(Loader(plain.data, batch_size=4)) as loader:  # 64 clips: 16 steps an epoch
+        due = dict[str, list[int]]()
+        for interval in ("every=12", "every_epochs=1", "every_epochs=2"):
+            session = SimpleNamespace(recipe=small_recipe(f"sampling.{interval}"))
+            for step in range(1, 41):
+                loader.step = step
+                state = SimpleNamespace(global_step=step)
+                training: Any = SimpleNamespace(session=session, state=state, loader=loader)
+                if is_sampled_after(training, step - 1, is_last=step == 40):
+                    due.setdefault(interval, []).append(step)
+    assert due == {
+        "every=12": [12, 24, 36, 40],
+        "every_epochs=1": [16, 32, 40],
+        "every_epochs=2": [32, 40],
+    }
 
 
 def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled(

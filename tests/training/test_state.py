@@ -202,6 +202,39 @@ def test_steps_after_the_last_checkpoint_are_trained_again_and_audited_once(
     assert [(each.epoch, each.seen) for each in found.epochs] == [(0, 64), (1, 16)]
 
 
+_EPOCHS = (
+    "training={epochs=3, global_batch_size=6, device='cpu'}",
+    "checkpoint={every_epochs=1, keep=20}",
+)
+
+
+def test_a_run_of_epochs_saves_after_each_and_goes_on_with_other_clips(
+    small_recipe: Recipes, fewer: Path
+) -> None:
+    """Its steps, its learning rates and when it saves follow from the clips."""
+    recipe = small_recipe.trained(*_EPOCHS, "optimizer.schedule=linear")
+    run, before = RunDirectory(recipe.out), rows(recipe, *_ROW)
+    # 64 clips in batches of 6: 10 whole ones an epoch, and the rest is carried into the next.
+    assert run.checkpoint_steps() == [10, 21, 32]
+    assert run.recipe().training.steps == 32
+    assert rows(recipe, "learning_rate")[-1] == [0.0]
+    forget_after(recipe, 21)
+    assert train(config.load(run.recipe_path), QUIET).start_step == 21
+    assert rows(recipe, *_ROW) == before
+    found = audit(run)
+    assert found.ok
+    assert [(each.epoch, each.seen) for each in found.epochs] == [(n, 64) for n in range(3)]
+    # Two clips of the second epoch are left, and the third has 40 clips.
+    forget_after(recipe, 21)
+    changes = (*_EPOCHS, "optimizer.schedule=linear", f"data.catalog={fewer}")
+    changed = small_recipe(*changes, "data.on_change=finish")
+    assert train(changed, QUIET).end_step == run.recipe().training.steps == 21 + 1 + 7
+    assert rows(changed, "learning_rate")[-1] == [0.0]
+    found = audit(run)
+    assert found.ok
+    assert [(each.epoch, each.seen) for each in found.epochs] == [(0, 64), (1, 64), (2, 40)]
+
+
 _STAGES = (
     "training.steps=12",
     "checkpoint.every=1",

@@ -153,12 +153,13 @@ def _calibrate() -> None:
 def _load(path: Path, changes: Sequence[str], trust: bool) -> "Recipe":
     """Load a recipe with buckets and batch sizes; refuse presets that training would refuse."""
     from longtake.data.auto_buckets import with_buckets
+    from longtake.data.checks import with_steps
     from longtake.planner.batch_sizes import with_batch_sizes
     from longtake.run_dir import RunDirectory
     from longtake.training.samples import refuse_wrong_samples
     from longtake.trust import load_recipe
 
-    loaded = with_batch_sizes(with_buckets(load_recipe(path, changes, trust=trust)))
+    loaded = with_steps(with_batch_sizes(with_buckets(load_recipe(path, changes, trust=trust))))
     # What `train` refuses before its first step is refused here: after a plan that accepts a
     # recipe, training must not end at once.
     refuse_wrong_samples(loaded, RunDirectory(loaded.out))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from longtake.planner.record import blocks_by_option
 
 if TYPE_CHECKING:
+    from longtake.config import SamplingSection
     from longtake.planner.cost import RunCost, StageCost
     from longtake.planner.encoding import CacheForecast
     from longtake.planner.forecast import Forecast
@@ -63,9 +64,11 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
             | _facts(change, "what", "policy", "step_peak_gib", "host_gib", "fits")
             for change in report.suggestions
         ],
-        "phases": [_phase(phase, recipe.sampling.every) for phase in report.phases],
+        "phases": [_phase(phase, recipe.sampling) for phase in report.phases],
         "short_phases": [phase.name for phase in report.short_phases],
-        "checkpoint": {"every": recipe.checkpoint.every, "minutes": recipe.checkpoint.minutes},
+        "checkpoint": {
+            name: getattr(recipe.checkpoint, name) for name in ("every", "every_epochs", "minutes")
+        },
         "init_from": _start(report),
         "stages": [_stage(stage) for stage in report.stages],
         "policy": report.named_policy,
@@ -137,8 +140,10 @@ def _cache(cache: "CacheForecast") -> dict[str, Any]:
     }
 
 
-def _phase(phase: "PhaseForecast", sampling_every: int | None) -> dict[str, Any]:
-    between = {"every": sampling_every} if phase.name == "sampling" else {}
+def _phase(phase: "PhaseForecast", sampling: "SamplingSection") -> dict[str, Any]:
+    between = dict[str, int | None]()
+    if phase.name == "sampling":
+        between = {"every": sampling.every, "every_epochs": sampling.every_epochs}
     how = {"how": phase.how} if phase.how else {}
     ram = {"ram_gib": _gib(phase.ram_bytes)} if phase.ram_bytes else {}
     return {

@@ -279,15 +279,15 @@ def _describe_best(known: "Forecast") -> str:
 
 def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
     """Say how much training a crash can cost, by the recipe's interval of checkpoints."""
-    every, minutes = report.recipe.checkpoint.every, report.recipe.checkpoint.minutes
-    lost = every * step_seconds
+    section, minutes = report.recipe.checkpoint, report.recipe.checkpoint.minutes
+    lost = report.recipe.steps_between(section) * step_seconds
     also = ""
     if minutes is not None:
         # A checkpoint is due by steps or by minutes, whichever comes first.
         lost = min(lost, 60 * minutes)
         also = f" and every {minutes:g} minutes"
     return (
-        f"A checkpoint is saved every {every} steps{also}: a crash loses at most "
+        f"A checkpoint is saved every {section.interval()}{also}: a crash loses at most "
         f"{format_duration(lost)} of training, and what one save takes."
     )
 
@@ -312,7 +312,7 @@ def _remarks(report: "PlanReport") -> Iterator[str]:
     phases = {phase.name: phase for phase in report.phases}
     if (between := phases.get("sampling")) is not None:
         yield (
-            f"Every {report.recipe.sampling.every} steps training stops for about "
+            f"Every {report.recipe.sampling.interval()} training stops for about "
             f"{format_duration(between.seconds)} and samples {between.how}."
         )
     if (encoding := phases.get("step")) is not None:

@@ -95,7 +95,7 @@ def train(
 
             # Passed from here, because `training` does not import `evaluation`.
             evaluate = None
-            if loaded.sampling.every is not None:
+            if loaded.sampling.in_training:
                 from longtake.evaluation.evaluator import SampleEvaluator
                 from longtake.evaluation.options import ServerReport
                 from longtake.sampling.claims import own_name
@@ -173,9 +173,10 @@ def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bo
     if outcome.rollbacks:
         times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
         say.line(f"It went back {times}; see why: {process.command()} show {shlex.quote(str(out))}")
-    if outcome.end_step < recipe.training.steps:
+    planned = RunDirectory(out).recipe().training.steps
+    if outcome.end_step < planned:
         say.line(
-            f"The data ended {recipe.training.steps - outcome.end_step} steps before "
-            f"training.steps = {recipe.training.steps}, because batches were skipped."
+            f"The data ended {planned - outcome.end_step} steps before training.steps = {planned}, "
+            "because batches were skipped."
         )
     say.line(f"Sample it: {command_to_sample(RunDirectory(out))}")

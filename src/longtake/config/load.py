@@ -181,16 +181,17 @@ _PATTERNS = {
 """Description of the pattern that a string must match, by the last part of its key."""
 
 
-_OTHER_NAMES = dict.fromkeys(("batch_size", "batchsize"), "training.global_batch_size")
+_OTHER_NAMES = {
+    **dict.fromkeys(("batch_size", "batchsize"), "training.global_batch_size"),
+    **dict.fromkeys(
+        ("epochs", "max_epochs", "num_epochs", "num_train_epochs", "max_train_epochs"),
+        "training.epochs",
+    ),
+}
 """Recipe keys by the names that other trainers use for them."""
 
 
-_IN_STEPS = "a run ends by training.steps; longtake data show says how many steps an epoch has."
-_NOT_HERE = {
-    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _IN_STEPS),
-    "max_train_epochs": _IN_STEPS,
-    "dropout": "no layer has dropout; captions have, by data.caption_dropout.",
-}
+_NOT_HERE = {"dropout": "no layer has dropout; captions have, by data.caption_dropout."}
 
 
 def _explain_unknown(location: str, parts: list[str]) -> str:

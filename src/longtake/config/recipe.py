@@ -1,5 +1,6 @@
 """The whole recipe, and checks that involve several of its sections."""
 
+from collections.abc import Mapping
 from typing import Any, Self
 
 from pydantic import Field, model_validator
@@ -29,6 +30,7 @@ _KEYS_OF_STAGES = {
     "caption_dropout": ("data", "caption_dropout"),
 }
 """Section and key of the recipe that each key of a stage replaces."""
+_WHOLE_RUN = "all"  # name of the stage of a run whose length is training.epochs
 
 
 class Recipe(Section):
@@ -54,6 +56,58 @@ class Recipe(Section):
     sampling: SamplingSection = SamplingSection()
     evaluation: EvaluationSection = EvaluationSection()
     tracking: TrackingSection = TrackingSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_are_those_of_a_stage(cls, values: Any) -> Any:
+        """Give a run whose length is `training.epochs` one stage of so many epochs.
+
+        The recipe that a run keeps has both, and the number of steps.
+        """
+        training, data = (dict(values).get(name) for name in ("training", "data"))
+        if not isinstance(training, Mapping) or not isinstance(data, Mapping):
+            return values
+        if (epochs := training.get("epochs")) is None:
+            return values
+        stages = list(data.get("stages") or ())
+        names = [each.get("name") if isinstance(each, Mapping) else each for each in stages]
+        is_kept = names == [_WHOLE_RUN]
+        if stages and not is_kept:
+            raise ValueError(
+                f"training.epochs = {epochs}, but data.stages has stages of their own lengths "
+                f"({', '.join(map(str, names))}): give the last of them epochs, and the run "
+                "training.steps"
+            )
+        steps = training.get("steps") or None
+        if steps is not None and not is_kept:
+            raise ValueError(
+                f"training.steps = {steps} and training.epochs = {epochs} both say how long the "
+                "run is: leave one of them out"
+            )
+        stage = {**(stages[0] if is_kept else {"name": _WHOLE_RUN}), "epochs": epochs}
+        with_steps = {name: each for name, each in training.items() if name != "steps" or each}
+        return {**values, "data": {**data, "stages": [stage]}, "training": with_steps}
+
+    def with_steps(self, end_step: int | None) -> Self:
+        """Return the recipe with the steps that `training.epochs` makes, if it has that key.
+
+        Args:
+            end_step: number of steps of the data plan; None if it is not known.
+        """
+        if self.training.epochs is None or end_step is None:
+            return self
+        training = self.training.model_copy(update={"steps": end_step})
+        return self.model_copy(update={"training": training})
+
+    def steps_between(self, section: CheckpointSection | SamplingSection) -> int:
+        """Return the steps between two saves or samplings; 0 if there are none.
+
+        Of intervals in epochs, whose steps the data decide, it is the mean with `training.epochs`,
+        else the whole run.
+        """
+        if section.every_epochs is None:
+            return section.every or 0
+        return -(-self.training.steps * section.every_epochs // (self.training.epochs or 1))
 
     def model_inputs(self) -> dict[str, ConditioningSection]:
         """Return the inputs in `data.conditioning` that the model gets: all but the loss mask."""

@@ -62,6 +62,7 @@ DECIDES_ORDER = (
     "data.difficulty",
     "training.global_batch_size",
     "training.steps",
+    "training.epochs",
 )
 """Keys that may change on resume if `data.on_change` says how to continue.
 
@@ -101,6 +102,8 @@ def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
         may_change += DECIDES_ORDER
     if not old.optimizer.depends_on_end() and new.training.steps > old.training.steps:
         may_change.append("training.steps")
+    if new.training.epochs is not None and not new.training.steps:
+        may_change.append("training.steps")  # the data decide it
     return [
         (key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())

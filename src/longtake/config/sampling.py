@@ -14,6 +14,7 @@ from longtake.config.values import (
     Section,
     SectionName,
     Shift,
+    in_words,
 )
 
 # An integer of TOML has 64 bits, one of them for the sign.
@@ -47,19 +48,36 @@ class SamplingSection(Section):
     every: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Number of training steps between samplings of the presets on the training devices, from the
     EMA profile that each preset names. A checkpoint is saved at these steps too, and at the last
-    step. Unset: only evaluation servers sample."""
+    step. Unset, like `every_epochs`: only evaluation servers sample."""
+    every_epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
+    """Instead of `every`: number of epochs between such samplings, counted in each stage, at whose
+    end the presets are sampled too."""
     presets: Annotated[tuple[SectionName, ...], FromList] = ()
     """Presets to sample during training. Unset: those of `evaluation.run`, else all in the recipe,
     else `default`."""
 
     @model_validator(mode="after")
     def _presets_are_sampled(self) -> Self:
-        if self.presets and self.every is None:
+        if self.every is not None and self.every_epochs is not None:
+            raise ValueError(
+                f"sampling.every = {self.every} steps and sampling.every_epochs = "
+                f"{self.every_epochs} both say when to sample: leave one of them out"
+            )
+        if self.presets and not self.in_training:
             raise ValueError(
                 f"sampling.presets names {', '.join(self.presets)}, but sampling.every is unset, "
                 "so nothing is sampled in training; set sampling.every, such as 500"
             )
         return self
+
+    @property
+    def in_training(self) -> bool:
+        """True if the presets are sampled on the devices that train."""
+        return self.every is not None or self.every_epochs is not None
+
+    def interval(self) -> str:
+        """Return the interval of samples in training in words, such as "500 steps"."""
+        return in_words(self.every, self.every_epochs)
 
 
 class PresetSection(Section):

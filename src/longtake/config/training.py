@@ -13,6 +13,7 @@ from longtake.config.values import (
     Section,
     Shift,
     check_memory,
+    in_words,
 )
 
 _Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -188,8 +189,14 @@ class OptimizerSection(Section):
 class TrainingSection(Section):
     """Length of the training, batch sizes, device and precision."""
 
-    steps: int = Field(gt=0, le=MAX_STEPS)
-    """Number of optimizer updates."""
+    # The default stands for a number that the data decide: see `Recipe.with_steps`.
+    steps: int = Field(0, gt=0, le=MAX_STEPS)
+    """Number of optimizer updates. Required without `epochs`."""
+    epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
+    """Instead of `steps`: the run's length as a number of epochs, in each of which every clip is
+    trained once or, with `data.repeats`, as often as it says. The run keeps the number of steps
+    that this makes in its recipe.toml, and on changed data computes it anew. Not with
+    `data.stages`, which have epochs of their own, nor with weights of catalogs."""
     global_batch_size: int = Field(gt=0, le=MAX_BATCH)
     """Number of clips per update, over all processes."""
     micro_batch_size: int | None = Field(None, gt=0, le=MAX_BATCH)
@@ -204,6 +211,14 @@ class TrainingSection(Section):
     """Without `data.cache`: encode the clips and captions of the next micro-batch on a separate
     CUDA stream while the model computes. Results are the same; it takes memory (`longtake plan`).
     `auto`: if the memory plan leaves enough memory; never on a CPU."""
+
+    @model_validator(mode="after")
+    def _has_a_length(self) -> Self:
+        if not self.steps and self.epochs is None:
+            raise ValueError(
+                "training.steps is missing, and it has no default: give it, or training.epochs"
+            )
+        return self
 
 
 class EmaProfile(Section):
@@ -343,6 +358,9 @@ class CheckpointSection(Section):
 
     every: int = Field(500, gt=0, le=MAX_STEPS)
     """Steps between checkpoints; the last step is always saved."""
+    every_epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
+    """Instead of `every`: epochs between checkpoints, counted in each stage, whose end is saved
+    too."""
     minutes: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Also save this many minutes after the last checkpoint was begun, which limits the training
     lost by a failure, however long a step takes."""
@@ -350,6 +368,21 @@ class CheckpointSection(Section):
     """Number of newest checkpoints to keep."""
     keep_every: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Checkpoints at multiples of this number of steps are never deleted."""
+
+    @model_validator(mode="after")
+    def _has_one_interval(self) -> Self:
+        # The recipe that a run keeps sets every key: the default is known by its value.
+        if self.every_epochs and self.every != type(self).model_fields["every"].default:
+            raise ValueError(
+                f"checkpoint.every = {self.every} steps and checkpoint.every_epochs = "
+                f"{self.every_epochs} both say when to save: leave one of them out; "
+                "checkpoint.minutes also saves in between"
+            )
+        return self
+
+    def interval(self) -> str:
+        """Return the interval of checkpoints in words, such as "500 steps"."""
+        return in_words(self.every, self.every_epochs)
 
 
 class TrackingSection(Section):

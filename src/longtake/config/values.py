@@ -57,6 +57,13 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+def in_words(steps: int | None, epochs: int | None) -> str:
+    """Return an interval such as "500 steps" or "2 epochs"; epochs go before steps."""
+    if epochs is not None:
+        return "epoch" if epochs == 1 else f"{epochs} epochs"
+    return f"{steps} steps"
+
+
 Shift = Annotated[float, Field(gt=0, le=1000)] | Literal["release", "flux", "opensora"]
 """Timestep shift: a factor, or the name of a rule.
 

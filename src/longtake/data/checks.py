@@ -63,6 +63,23 @@ def check_data(
     return warnings
 
 
+def with_steps(recipe: Recipe) -> Recipe:
+    """Return the recipe with the steps that `training.epochs` makes of indexed catalogs.
+
+    Without that key, without the catalogs, or where `review_catalogs` refuses them, it is returned
+    as it is.
+    """
+    data, training = recipe.data, recipe.training
+    if training.epochs is None or not all(path.is_file() for path in data.sources().values()):
+        return recipe
+    try:
+        catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
+        plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
+    except DataError:
+        return recipe
+    return recipe.with_steps(plan.end_step)
+
+
 def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]:
     """Return a new run's data plan, warnings, and the reason if training would refuse its data.
 

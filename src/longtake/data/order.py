@@ -242,8 +242,11 @@ def shares(count: int, weights: Sequence[float]) -> list[int]:
     arithmetic is exact, so that the result is the same on every machine.
     """
     given = []
-    # Fractions, because rounding errors of floats would differ between machines.
-    rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
+    if all(isinstance(each, int) for each in weights):
+        rest = [Fraction(each) for each in weights]  # after their sum each part has its weight
+    else:
+        # Fractions, because rounding errors of floats would differ between machines.
+        rest = [Fraction(each / max(weights)).limit_denominator(10**6) for each in weights]
     for position, weight in enumerate(rest):
         total = sum(rest[position:])
         part = weight / total if total else Fraction(0)

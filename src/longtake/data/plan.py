@@ -259,7 +259,7 @@ class PlanInputs:
             streams.append(Stream(stage.name, source, (part,)))
             weights.append(weight)
             dropped[source] = selection.dropped
-        return StagePlan(stage, tuple(streams), tuple(weights), dropped)
+        return StagePlan(stage, tuple(streams), mixture(streams, weights), dropped)
 
     def select(self, stage: Stage) -> dict[str, tuple[Selection, float]]:
         """Return the clips and the weight of each catalog of a stage.
@@ -279,7 +279,7 @@ class PlanInputs:
         """Return the weights by which a stage mixes its catalogs, without those of weight 0.
 
         Raises:
-            DataError: every weight is 0, or epochs are set for several catalogs.
+            DataError: every weight is 0, or both weights and epochs are set for several catalogs.
         """
         given = self.data.weights if stage.weights is None else stage.weights
         weights = {source: given.get(source, 1.0) for source in self.catalogs}
@@ -288,11 +288,12 @@ class PlanInputs:
             raise DataError(
                 f"Stage {stage.name}: every catalog has weight 0; give one of them a share."
             )
-        if len(weights) > 1 and stage.epochs is not None:
+        if len(weights) > 1 and given and stage.epochs is not None:
             raise DataError(
-                f"Stage {stage.name} mixes the catalogs {', '.join(weights)} by weights, and each "
-                f"has its own epochs: epochs = {stage.epochs} has no meaning there. Give the stage "
-                "steps."
+                f"Stage {stage.name} mixes the catalogs {', '.join(weights)} by weights, by which "
+                f"their epochs end at different steps: epochs = {stage.epochs} has no meaning "
+                "there. Give it steps (without stages: training.steps), or data.repeats in place "
+                "of the weights."
             )
         return weights
 
@@ -365,12 +366,20 @@ def assemble_plan(
     )
 
 
+def mixture(streams: Sequence[Stream], weights: Sequence[float]) -> tuple[float, ...]:
+    """Return the weights of a stage's catalogs: if all end, by which they end at the same step."""
+    counts = [stream.num_batches for stream in streams]
+    if len(counts) == 1 or None in counts:
+        return tuple(weights)
+    return tuple(count for count in counts if count is not None)  # whole numbers: exact in `shares`
+
+
 def stage_length(stage: StagePlan) -> int | None:
     """Return the number of training steps of a stage; None if it is endless."""
     if stage.section.steps is not None:
         return stage.section.steps
-    # Epochs of the catalogs of a mixture end at different steps, so it has no length of its own.
-    return stage.streams[0].num_batches if len(stage.streams) == 1 else None
+    counts = [stream.num_batches for stream in stage.streams]
+    return None if None in counts else sum(count for count in counts if count is not None)
 
 
 def _opened(part: Part, index: int) -> list[OpenEpoch]:

@@ -189,6 +189,22 @@ class PlanHistory:
             first = begun if earlier == name else first
         return name, first
 
+    def epochs_before(self, step: int, repeats: Mapping[str, int]) -> tuple[str, int]:
+        """Return the stage of a batch, and the number of the stage's epochs that are over before.
+
+        An epoch is over when all of its batches are trained. Of several catalogs it is over when
+        each has had its epochs, of which there are as many as `data.repeats` says.
+        """
+        plan = self.plan_at(step)
+        name, _ = plan.stage_at(step)
+        stages = zip(plan.stages, plan.taken(step), strict=True)
+        stage, counts = next(each for each in stages if each[0].name == name)
+        over = (
+            stream.epoch_at(count) // repeats.get(stream.source, 1)
+            for stream, count in zip(stage.streams, counts, strict=True)
+        )
+        return name, min(over)
+
     def position(self, step: int) -> dict[str, Any]:
         """Return stage, epoch and step in the epoch at a global step, and batches by catalog.
 

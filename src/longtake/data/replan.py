@@ -132,7 +132,7 @@ class _ChangedInputs(PlanInputs):
         continued, next_epochs = self._continue_stage(stage, done)
         if stage.steps is not None:
             return continued, stage.steps - done.steps, next_epochs
-        return continued, planning.stage_length(continued) if continued.streams else 0, next_epochs
+        return continued, planning.stage_length(continued), next_epochs
 
     def _continue_stage(
         self, stage: Stage, done: _StageProgress
@@ -146,7 +146,8 @@ class _ChangedInputs(PlanInputs):
                 streams.append(Stream(stage.name, source, tuple(parts), next_epochs[source]))
                 weights.append(weight)
                 dropped[source] = selection.dropped
-        return StagePlan(stage, tuple(streams), tuple(weights), dropped), next_epochs
+        mixed = planning.mixture(streams, weights)
+        return StagePlan(stage, tuple(streams), mixed, dropped), next_epochs
 
     def _refuse_unfinished(
         self, stage: Stage, done: _StageProgress, sources: Collection[str]

@@ -393,6 +393,7 @@ def load(path: Path, recipe: Recipe | None = None) -> LoadedData:
     catalogs = {name: Catalog.load(each) for name, each in paths.items()}
     if recipe is not None:
         plan = begin(catalogs, recipe.data, recipe.training.global_batch_size, recipe.seed)
+        recipe = recipe.with_steps(plan.end_step)
     return LoadedData(path, paths, catalogs, recipe, plan)
 
 

@@ -278,7 +278,7 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
         located[f"{key}.pretrained {folder}"] = pretrained.locate(where, folder) / folder
 
     if recipe.model.pretrained is not None:
-        is_pair = recipe.model.expert is not None and recipe.sampling.every is not None
+        is_pair = recipe.model.expert is not None and recipe.sampling.in_training
         for folder in config.EXPERT_FOLDERS.values() if is_pair else [recipe.model.folder()]:
             locate("model", recipe.model.pretrained, folder)
     if not frozen_parts:

@@ -206,6 +206,11 @@ def run_cost(
     if known.chosen is None:
         return None
     step, recipe = known.step, known.step.recipe
+    if not recipe.training.steps:
+        raise PlanError(
+            "The cost of the run follows from its number of steps, which with training.epochs is "
+            "known once the catalogs of `data` are indexed (longtake data index)."
+        )
     of_rank = known.static.optimizer.device + known.static.optimizer.host + known.static.ema
     # Each rank saves its shard of optimizer and EMA, and weights are saved once.
     save_bytes = step.trainable_bytes + of_rank * step.num_shards
@@ -264,11 +269,11 @@ def _stage_cost(
         share = step.batch.bucket.num_pixels / known.step.batch.bucket.num_pixels
         clips = step.batch.micro_batch_size * step.batch.num_micro_batches
         encoders = clips * (seconds.get("text", 0.0) + share * seconds.get("encode", 0.0))
-    every = step.recipe.sampling.every
+    every = step.recipe.steps_between(step.recipe.sampling)
     sampling = seconds.get("sampling", 0.0) / every if every else 0.0
     cost = StageCost(stage.name, steps, compute, exposed, encoders, sampling, sent, saving)
     section = step.recipe.checkpoint
-    interval = section.every * cost.step_seconds
+    interval = step.recipe.steps_between(section) * cost.step_seconds
     if section.minutes is not None:  # at the end of the step in which they pass
         whole_steps = math.ceil(60 * section.minutes / cost.step_seconds)
         interval = min(interval, whole_steps * cost.step_seconds)

@@ -271,7 +271,7 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
     if data_plan is not None:
         # With a catalog, the length of stages in epochs is known, too.
         lengths = list(data_plan.timeline.lengths)
-    is_known = True
+    is_known = bool(recipe.training.steps)  # else the data decide it, and there are none yet
     for batch, length in zip(known.step.stages, lengths, strict=True):
         inside, stage = recipe.in_stage(batch.name), recipe.data.stage(batch.name)
         # The run's first stage warms up by the optimizer section.

@@ -130,12 +130,12 @@ def preset_names(
 
 
 def training_presets(recipe: config.Recipe, run: RunDirectory) -> list[Preset]:
-    """Return the presets that a recipe samples during training; empty without `sampling.every`.
+    """Return the presets that a recipe samples during training; empty if it samples none.
 
     Raises:
         RecipeError: one is unknown or invalid, or its name has results of another preset.
     """
-    if recipe.sampling.every is None:
+    if not recipe.sampling.in_training:
         return []
     names = preset_names(recipe, recipe.sampling.presets, run.path)
     presets = [find_preset(recipe, name, run.path) for name in names]

@@ -139,7 +139,7 @@ def _build_with_cache(
         encoded = f", clips {how}" if how else ""
         console.print(escape(f"  cache {cache.folder}: {report}{encoded}"), highlight=False)
     heartbeat.set_phase("build")
-    samples = recipe.sampling.every is not None
+    samples = recipe.sampling.in_training
     collectives.first_does(lambda: fetch(recipe, frozen_parts=samples), world)
     _fetch_on_nodes(recipe, world, frozen_parts=samples)
     made = run.components_path

@@ -25,8 +25,7 @@ from longtake.guard import detectors
 from longtake.training.guard_runner import Decision
 from longtake.training.inputs import clips_not_encoded
 from longtake.training.parts import Training
-from longtake.training.samples import samples_at
-from longtake.training.saving import sample_presets, save_if_due
+from longtake.training.saving import is_sampled_after, sample_presets, save_if_due
 from longtake.training.session import SampleLosses
 from longtake.training.statistics import StepSummary, reduce_statistics, replicated_tensors
 from longtake.training.step import (
@@ -90,7 +89,7 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
         if decision.ends_loop:
             return LoopExit(decision=decision)
         is_last = loader.step == end
-        is_sampled = samples_at(session.recipe.sampling, state.global_step, is_last=is_last)
+        is_sampled = is_sampled_after(training, batch.step, is_last=is_last)
         save_if_due(training, ledger, summary, is_last=is_last, is_sampled=is_sampled)
         heartbeat.end_step(losses.compute_seconds)
         # Only now: the signal's step is saved above, so that the run resumes behind it.

@@ -31,7 +31,7 @@ class BuiltRun:
     plan: MemoryPlan
     sample_flops: dict[Bucket, int]
     ledger: Path  # folder of this launch's ledger
-    sampler: TrainingSampler | None = None  # None unless `sampling.every` is set
+    sampler: TrainingSampler | None = None  # None unless the recipe samples in training
 
 
 @dataclass(frozen=True, kw_only=True)

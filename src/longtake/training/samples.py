@@ -296,11 +296,6 @@ class TrainingSampler:
             self._claims.end(claim, "released")
 
 
-def samples_at(section: config.SamplingSection, step: int, *, is_last: bool) -> bool:
-    """Return true if the recipe samples its presets after this number of training steps."""
-    return section.every is not None and step > 0 and (is_last or step % section.every == 0)
-
-
 def open_sampler(
     session: Session, parts: Components, loader: Loader, evaluate: EvaluateSamples | None
 ) -> TrainingSampler | None:
@@ -317,9 +312,9 @@ def open_sampler(
         RecipeError: a preset is wrong, or its size cannot be sampled.
     """
     recipe, run, world = session.recipe, session.run, session.world
-    if recipe.sampling.every is None:
+    if not recipe.sampling.in_training:
         return None
-    assert evaluate is not None, "sampling.every is set: train() needs `evaluate`"
+    assert evaluate is not None, "the recipe samples in training: train() needs `evaluate`"
     presets: list[Preset] = []
 
     def find() -> None:

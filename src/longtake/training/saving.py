@@ -65,9 +65,11 @@ def save_if_due(
         if failure is not None and saver.failures_in_a_row > 1:
             raise failure  # a full disk may be transient: one failed save is only recorded
     ends = is_last or summary.stop is not None
-    every = training.session.recipe.checkpoint.every
-    is_due = summary.save_due or state.global_step % every == 0
-    if not (ends or is_due or is_sampled):
+    section = training.session.recipe.checkpoint
+    by_recipe = state.global_step % section.every == 0
+    if section.every_epochs is not None and not is_last:
+        by_recipe = _ends_epoch(training, summary.statistics.batch, section.every_epochs)
+    if not (ends or summary.save_due or by_recipe or is_sampled):
         return
     # Before the checkpoint: no saved step may lack its batches in the ledger.
     ledger.flush()
@@ -80,6 +82,31 @@ def save_if_due(
         raise errors.DivergedError(f"{reason} {_LAST_STATE_UNLIKE}")
     elif ends:
         raise errors.DivergedError(_LAST_UPDATE_LOST.format(step=step))
+
+
+def is_sampled_after(training: Training, batch: int, *, is_last: bool) -> bool:
+    """Return True if the recipe samples its presets after a batch, the newest that was trained."""
+    section, step = training.session.recipe.sampling, training.state.global_step
+    if not section.in_training or step == 0:
+        return False
+    if section.every is not None:
+        return is_last or step % section.every == 0
+    return is_last or _ends_epoch(training, batch, section.every_epochs or 1)
+
+
+def _ends_epoch(training: Training, batch: int, every: int) -> bool:
+    """Return True if a batch is the last of every n-th epoch of its stage, or of the stage.
+
+    Called after the batch, when the loader is at the next one: batches between are skipped.
+    """
+    loader = training.loader
+    if (end := loader.plan_history.end_step) is not None and loader.step >= end:
+        return True
+    (stage, epochs), (next_stage, next_epochs) = (
+        loader.plan_history.epochs_before(step, loader.data.repeats)
+        for step in (batch, loader.step)
+    )
+    return stage != next_stage or epochs // every != next_epochs // every
 
 
 def save_checkpoint(training: Training) -> None:

@@ -47,7 +47,7 @@ from longtake.training.loop import LoopExit, train_steps
 from longtake.training.parts import BuiltRun, Training
 from longtake.training.record import Recorder
 from longtake.training.resume import ResumePoint, find_resume_point, restore, roll_back
-from longtake.training.saving import sample_presets
+from longtake.training.saving import is_sampled_after, sample_presets
 from longtake.training.session import Session, TrainingState
 from longtake.training.threads import CpuThreads
 
@@ -97,7 +97,7 @@ def train(
         fresh: start a new run, in a folder beside the existing one.
         parent: checkpoint whose weights a new run begins with, from
             `longtake.checkpoint.files.find_parent`.
-        evaluate: samples and measures presets if `sampling.every` is set, such as
+        evaluate: samples and measures presets if the recipe samples in training, such as
             `longtake.evaluation.evaluator.SampleEvaluator`.
 
     Raises:
@@ -160,7 +160,8 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
     samples.refuse_wrong_samples(recipe, run)
     # An existing run was reviewed when it began.
     if not run.exists():
-        review(loader.plan_history.plan, recipe.data, recipe.training.steps)
+        plan = loader.plan_history.plan
+        review(plan, recipe.data, recipe.with_steps(plan.end_step).training.steps)
     return loader
 
 
@@ -172,10 +173,12 @@ def _build_newest(launch: _Launch, loader: Loader, opened: ExitStack) -> BuiltRu
         loader: a loader at the first step; each further attempt opens a new one.
         opened: stack that closes the loaders.
     """
-    run, recipe, world = launch.run, launch.recipe, launch.world
+    run, world = launch.run, launch.world
     damaged: dict[Path, str] = {}
     while True:
-        point = find_resume_point(run, recipe, loader, world, damaged)
+        point = find_resume_point(run, launch.recipe, loader, world, damaged)
+        # Of the plan that the checkpoint goes on with: changed data make another number of steps.
+        recipe = launch.recipe.with_steps(loader.plan_history.end_step)
         launch.watcher.start()
         precision = recipe.training.precision
         if precision == "auto" and point.trainer is not None:  # a resumed run keeps its own
@@ -417,7 +420,8 @@ def _train_with_rollbacks(training: Training) -> LoopExit:
     """Train to the end, and roll back to a checkpoint whenever the guard demands and permits it."""
     session, recorder, ledger_path = training.session, training.recorder, training.ledger
     names, world = stream_names(session.recipe.data), session.world
-    if samples.samples_at(session.recipe.sampling, training.state.global_step, is_last=False):
+    last_batch = training.loader.skipped.last_kept(training.loader.step - 1)
+    if is_sampled_after(training, last_batch, is_last=False):
         sample_presets(training)  # a killed launch may have left presets unsampled
     while True:
         with Ledger(ledger_path, world.rank, names, counts=world.speaks_for_data) as ledger:
