@@ -4,6 +4,7 @@ from tests.families import (
     release_flux,
     release_flux2,
     release_hunyuan_video15,
+    release_krea2,
     release_ltx2,
     release_qwen_image,
     release_qwen_image_edit,
@@ -21,6 +22,7 @@ ROWS = (
     *release_flux.ROWS,
     *release_flux2.ROWS,
     *release_z_image.ROWS,
+    *release_krea2.ROWS,
     *release_qwen_image.ROWS,
     *release_qwen_image_edit.ROWS,
 )

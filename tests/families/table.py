@@ -30,6 +30,8 @@ _RELEASES = {
     "FLUX.2 dev, references": "black-forest-labs/FLUX.2-dev",
     "FLUX.2 klein": "black-forest-labs/FLUX.2-klein-base-4B",
     "Z-Image": "Tongyi-MAI/Z-Image",
+    "Krea 2 Turbo": "krea/Krea-2-Turbo",
+    "Krea 2": "krea/Krea-2-Raw",
     "Qwen-Image": "Qwen/Qwen-Image",
     "Qwen-Image-Edit": "Qwen/Qwen-Image-Edit",
     "Qwen-Image-Edit-2509": "Qwen/Qwen-Image-Edit-2509",

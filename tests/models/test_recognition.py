@@ -18,6 +18,7 @@ _FLUX = {"_class_name": "FluxTransformer2DModel", "in_channels": 64, "out_channe
 _QWEN = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64, "out_channels": 16}
 _HUNYUAN = {"_class_name": "HunyuanVideo15Transformer3DModel"}
 _LTX = {"_class_name": "LTX2VideoTransformer3DModel"}
+_KREA = {"_class_name": "Krea2Transformer2DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
 
@@ -61,6 +62,8 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("LTX2Pipeline", _LTX | {"use_prompt_embeddings": False}, {}, "ltx2", "LTX-2.3, from text"),
     ("LTX2ImageToVideoPipeline", _LTX, {}, "ltx2", "LTX-2, from a first frame"),
     ("ZImagePipeline", {"_class_name": "ZImageTransformer2DModel"}, {}, "z_image", "Z-Image"),
+    ("Krea2Pipeline", _KREA, {"is_distilled": True}, "krea2", "Krea 2 Turbo"),
+    ("Krea2Pipeline", _KREA, {"is_distilled": False}, "krea2", "Krea 2"),
 ]
 
 

@@ -62,6 +62,7 @@ class Template:
     expert: Expert | None = None
     boundary: float = 0.0
     has_audio: bool = False
+    advice: str = ""
 
 
 @functools.cache
@@ -166,6 +167,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         expert=None if two is None else two.trained,
         boundary=0.0 if two is None else two.boundary,
         has_audio=family.inputs.has_audio,
+        advice=kind.advice,
     )
 
 

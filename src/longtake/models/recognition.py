@@ -58,6 +58,8 @@ class Kind:
     fps: float | None = None
     releases: tuple[str, ...] = ()
     """Ids of the kind's repositories in diffusers' layout; the first serves as an example."""
+    advice: str = ""
+    """Sentences for whoever is about to train it, such as of another release to start from."""
 
 
 def _of(*pipelines: str) -> Callable[[Facts], bool]:
@@ -94,6 +96,7 @@ _wan = partial(
 _flux = partial(Kind, transformer=_FLUX)
 _flux2 = partial(Kind, family="flux2", transformer="Flux2Transformer2DModel")
 _qwen = partial(Kind, transformer=_QWEN)
+_krea2 = partial(Kind, family="krea2", transformer="Krea2Transformer2DModel")
 _hunyuan = partial(
     Kind,
     family="hunyuan_video15",
@@ -212,6 +215,14 @@ KINDS = (  # in order: the first that fits is taken
         transformer="ZImageTransformer2DModel",
         releases=("Tongyi-MAI/Z-Image",),
     ),
+    _krea2(
+        title="Krea 2 Turbo",
+        fits=lambda facts: bool(facts.get("is_distilled")),
+        releases=("krea/Krea-2-Turbo",),
+        advice="It is distilled to few steps, which training undoes: a LoRA is better trained on "
+        "krea/Krea-2-Raw, and used with Turbo.",
+    ),
+    _krea2(title="Krea 2", releases=("krea/Krea-2-Raw",)),
 )
 
 
@@ -266,7 +277,6 @@ _REFUSED = (
         lambda facts: _named("ZImageOmni")(facts) or bool(facts.get("siglip_feat_dim")),
         "Start from Z-Image.",
     ),
-    _Refused("Krea 2", _named("Krea2"), "Start from FLUX.1 or Qwen-Image."),
     _Refused("Wan VACE", _named("WanVACE", "Wan22Vace"), "Start from Wan 2.1."),
     _Refused("Wan-Animate", _named("WanAnimate"), "Start from Wan 2.1."),
     _Refused(
