@@ -68,7 +68,7 @@ def _wider(sizes: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
 def check_gradients_by_kernels(tiny: Tiny, device: torch.device) -> None:
     """Compare LoRA's gradients by the chosen kernels, in bf16, with those of the formula."""
     parts = tiny.training(TrainableSection(kind="lora"))
-    batch = _moved(tiny.batch(), device)
+    batch = moved(tiny.batch(), device)
     parts.model.to(device)
     found, kernels = _gradients(parts, batch, device)
     assert kernels, "no fused kernel computes its attention"
@@ -110,7 +110,9 @@ class _KernelNames(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _moved(batch: FlowBatch, device: torch.device) -> FlowBatch:
+def moved(batch: FlowBatch, device: torch.device) -> FlowBatch:
+    """The batch on a device."""
+
     def move(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
