@@ -44,7 +44,7 @@ from longtake.data.stages import StagePosition
 from longtake.flow.timesteps import sample_sigmas
 from longtake.models.components import outline
 from longtake.models.numerics import autocast
-from longtake.models.objective import forward_flops
+from longtake.models.objective import FlowMatching, training_flops
 from longtake.parallel.fsdp import gradients_of_any_dtype
 from longtake.parallel.mesh import World, join
 from longtake.planner.activation_checkpointing import caller, options_of
@@ -367,9 +367,8 @@ def _wait(device: torch.device, reset: bool = False) -> None:
 def _step_flops(recipe: Recipe, step: MetaStep) -> float:
     """FLOPs of a step, counted without weights: a compiled or sharded model cannot be."""
     parts = outline(recipe)
-    forward = forward_flops(parts, recipe, step.batch.bucket)
-    trains_all = recipe.trainable.base() == "full"
-    return step.batch.global_batch_size * forward.for_training(trains_all=trains_all)
+    of_sample = training_flops(FlowMatching(), parts, recipe, step.batch.bucket)
+    return step.batch.global_batch_size * of_sample
 
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:

@@ -32,6 +32,7 @@ def test_every_class_that_a_recipe_names_is_listed(small_recipe: MakeRecipe) -> 
         "trainable.modules.own.module": "my:Module",
         "model.family": "my:Family",
         "optimizer.kind": "my:Optimizer",
+        "objective.kind": "my:Objective",
         "model.transformer_class": "my:Transformer",
     }
     recipe = small_recipe(*(f"{key}={path}" for key, path in named.items()), "watch.hook=mail me")

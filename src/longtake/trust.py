@@ -1,6 +1,7 @@
 """Trust in code that recipes and runs name: the only place for imports and pickles; torch-free.
 
-A recipe names classes (added modules, families, optimizers, measures) and a command (`watch.hook`).
+A recipe names classes (added modules, families, optimizers, objectives, measures) and a command
+(`watch.hook`).
 They are used only if this user began the run on this host or passes `--trust`, and never from a
 file in a run directory: docs/concepts/trust.md.
 """
@@ -64,8 +65,9 @@ def training_classes(recipe: config.Recipe) -> dict[str, str]:
     sections = recipe.trainable.modules.items()
     found = {f"trainable.modules.{name}.module": section.module for name, section in sections}
     found |= {"model.family": recipe.model.family, "optimizer.kind": recipe.optimizer.kind}
+    found |= {"objective.kind": recipe.objective.kind}
     found |= {"model.transformer_class": recipe.model.transformer_class or ""}
-    # Names of longtake's own families and optimizers have no colon.
+    # Names of longtake's own families, optimizers and objectives have no colon.
     return {key: path for key, path in found.items() if ":" in path}
 
 

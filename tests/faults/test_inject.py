@@ -41,7 +41,7 @@ def train_with(
             step = INJECTIONS[kind](Trigger(_AT), StepFunctions())
             monkeypatch.setattr(loop, "compute_gradients", step.compute)
             monkeypatch.setattr(loop, "apply_update", step.update)
-            monkeypatch.setattr(training_step, "flow_losses", step.losses)
+            monkeypatch.setattr(training_step, "training_losses", step.losses)
         train(recipe, Console(quiet=True))
         return RunDirectory(recipe.out).metrics()
 

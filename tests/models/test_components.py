@@ -29,7 +29,7 @@ from longtake.models.components import (
 )
 from longtake.models.conditioning import training_conditioning
 from longtake.models.numerics import Precision, count_weights
-from longtake.models.objective import FlowBatch, flow_losses, forward_flops
+from longtake.models.objective import FlowBatch, FlowMatching, flow_losses, training_flops
 from longtake.models.pretrained import quiet
 from longtake.models.quantized import QuantizedLinear
 from longtake.models.review import refuse_sharing, review_model
@@ -200,7 +200,7 @@ def test_flops_count_the_references_tokens() -> None:
             data=KONTEXT["data"] | {"conditioning": pictures},
         )
         parts = outline(recipe)
-        flops[name] = forward_flops(parts, recipe, recipe.data.buckets[0]).total
+        flops[name] = training_flops(FlowMatching(), parts, recipe, recipe.data.buckets[0])
     assert 1.5 < flops["flux_kontext"] / flops["flux"] < 3
 
 

@@ -96,6 +96,19 @@ def test_mixtures_with_modules_and_masks_are_foreseen(
     _assert_foreseen(_MIXED, family, dtype="bf16")
 
 
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("family", ["wan", "flux_kontext with modules"])
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_passes_without_gradient_are_foreseen(
+    threads: Threads, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The further pass of an objective, through blocks of every treatment."""
+    threads(1)
+    monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where its modules are found
+    guided = ["objective.kind=guided_target", "objective.options.scale=3.0"]
+    _assert_foreseen(_MIXED, family, dtype="bf16", further=guided)
+
+
 def _assert_foreseen(weights: Sequence[BlockWeights], family: str, **sections: Any) -> None:
     """Peak and forward's end to 1 % with these weights in turn; LoRA's scales are in no trace."""
     planned, real = (make_tiny(family, **sections).tracer for _ in range(2))

@@ -46,6 +46,7 @@ from longtake.config.training import (
     EmaSection,
     FlowSection,
     GuardSection,
+    ObjectiveSection,
     OptimizerSection,
     ParallelSection,
     RecomputeSection,

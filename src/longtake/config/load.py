@@ -142,7 +142,7 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{message.removeprefix('Value error, ')}."
     expected = _EXPECTED.get(kind) or message.removeprefix("Input should ")
     if kind == "string_pattern_mismatch":
-        expected = _PATTERNS[location.rpartition(".")[2]]
+        expected = _PATTERNS.get(location) or _PATTERNS[location.rpartition(".")[2]]
     if kind in ("too_short", "too_long"):
         # pydantic says "Tuple should have at least 1 item after validation, not 0".
         expected = message.removeprefix("Tuple should ").partition(" after")[0]
@@ -175,10 +175,12 @@ _PATTERNS = {
     "module": "be a module and a class, such as my_project.adapter:PoseAdapter",
     "kind": "be 'adamw', 'muon', 'adamw8bit', 'prodigy', or a class of your own such as "
     "'my_project.optim:Lion'",
+    "objective.kind": "be 'flow_matching', 'guided_target', or a class of your own such as "
+    "'my_project.losses:Preference'",
     "name": _NAME_PATTERN,
     "[key]": _NAME_PATTERN,
 }
-"""Description of the pattern that a string must match, by the last part of its key."""
+"""Description of the pattern that a string must match, by its key or the last part of it."""
 
 
 _OTHER_NAMES = {

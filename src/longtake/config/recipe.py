@@ -13,6 +13,7 @@ from longtake.config.training import (
     EmaSection,
     FlowSection,
     GuardSection,
+    ObjectiveSection,
     OptimizerSection,
     ParallelSection,
     RecomputeSection,
@@ -44,6 +45,7 @@ class Recipe(Section):
     codec: CodecSection = CodecSection()
     text: TextSection = TextSection()
     flow: FlowSection = FlowSection()
+    objective: ObjectiveSection = ObjectiveSection()
     optimizer: OptimizerSection = OptimizerSection()
     training: TrainingSection
     trainable: TrainableSection = TrainableSection()
@@ -110,9 +112,17 @@ class Recipe(Section):
         return -(-self.training.steps * section.every_epochs // (self.training.epochs or 1))
 
     def model_inputs(self) -> dict[str, ConditioningSection]:
-        """Return the inputs in `data.conditioning` that the model gets: all but the loss mask."""
-        of_loss = self.flow.loss_mask
-        return {name: each for name, each in self.data.conditioning.items() if name != of_loss}
+        """Return the inputs in `data.conditioning` that the model gets, in training and sampling.
+
+        The loss mask is none of them, nor is what only the objective reads.
+        """
+        of_loss = self.objective.inputs
+        return {name: each for name, each in self.step_inputs().items() if name not in of_loss}
+
+    def step_inputs(self) -> dict[str, ConditioningSection]:
+        """Return the inputs of a training step: the model's and the objective's."""
+        mask = self.flow.loss_mask
+        return {name: each for name, each in self.data.conditioning.items() if name != mask}
 
     def encodes_in_steps(self) -> bool:
         """Return True if a codec or text encoder runs in training steps: there is no cache."""
@@ -146,6 +156,16 @@ class Recipe(Section):
             raise ValueError(
                 f'flow.loss_mask = "{name}" is not a mask in data.conditioning; masks there: '
                 f"{', '.join(masks) or 'none'}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _inputs_of_the_objective_are_there(self) -> Self:
+        inputs = self.step_inputs()
+        if missing := [name for name in self.objective.inputs if name not in inputs]:
+            raise ValueError(
+                f"objective.inputs names {', '.join(missing)}, but data.conditioning has "
+                f"{', '.join(inputs) or 'no inputs'} beside the loss mask; name its files there"
             )
         return self
 

@@ -92,6 +92,21 @@ class FlowSection(Section):
         return self
 
 
+class ObjectiveSection(Section):
+    """What the model learns: the loss of each sample."""
+
+    kind: str = Field("flow_matching", pattern=r"^(flow_matching|guided_target|[\w.]+:\w+)$")
+    """Kind of objective. `flow_matching`: the velocity of the path from clip to noise;
+    `guided_target`: that velocity, moved away from the model's own prediction without caption by
+    `options.scale`, for models whose guidance is distilled; or an Objective of your own, such as
+    "my_project.losses:Preference". See docs/guides/objectives.md."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the objective's class, such as `scale` of `guided_target`."""
+    inputs: Annotated[tuple[str, ...], FromList] = ()
+    """Names in `data.conditioning` that only the objective reads, such as the worse clip of a
+    pair. They are read and encoded in training; sampling does not ask for them."""
+
+
 class OptimizerSection(Section):
     """The optimizer, its learning-rate schedule and gradient clipping."""
 

@@ -31,8 +31,7 @@ from longtake.data.batch import Batch
 from longtake.faults import faulty_processes, sandbox
 from longtake.guard.history import GROUPS
 from longtake.models.components import Components, assemble
-from longtake.models.numerics import Precision
-from longtake.models.objective import FlowBatch, flow_losses
+from longtake.models.objective import training_losses
 from longtake.parallel import fsdp
 from longtake.training import build, loop, train
 from longtake.training import step as training_step
@@ -51,12 +50,12 @@ class StepFunctions(NamedTuple):
 
     compute: Callable[[Session, TrainingState, Batch], SampleLosses] = compute_gradients
     update: Callable[..., float] = apply_update
-    losses: Callable[[Components, FlowBatch, Precision, torch.device], Tensor] = flow_losses
+    losses: Callable[..., Tensor] = training_losses
 
     def install(self) -> None:
         _patch(loop, "compute_gradients", self.compute)
         _patch(loop, "apply_update", self.update)
-        _patch(training_step, "flow_losses", self.losses)
+        _patch(training_step, "training_losses", self.losses)
 
 
 def _patch(module: ModuleType, name: str, function: Callable[..., Any]) -> None:
@@ -214,12 +213,10 @@ def hang_rank(trigger: Trigger, step: StepFunctions, how: Callable[[], None]) ->
         is_due = is_step and session.world.rank == _RANK
         return step.compute(session, state, batch)
 
-    def losses(
-        parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
-    ) -> Tensor:
+    def losses(*of_micro_batch: Any) -> Tensor:
         if is_due:
             faulty_processes.hang_once(how)
-        return step.losses(parts, examples, precision, device)
+        return step.losses(*of_micro_batch)
 
     return step._replace(compute=compute, losses=losses)
 
@@ -251,10 +248,8 @@ def slow(
         began = time.perf_counter()
         return step.compute(session, state, batch)
 
-    def losses(
-        parts: Components, examples: FlowBatch, precision: Precision, device: torch.device
-    ) -> Tensor:
-        found = step.losses(parts, examples, precision, device)
+    def losses(*of_micro_batch: Any) -> Tensor:
+        found = step.losses(*of_micro_batch)
         time.sleep(delay)
         # After the delay of all ranks, so that the share is one of the whole forward pass.
         time.sleep(of_time * (time.perf_counter() - began))

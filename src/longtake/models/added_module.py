@@ -5,7 +5,8 @@ parameters(), optimizers, sharding, checkpoints and the EMA. docs/guides/modules
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -196,6 +197,20 @@ def condition(
         attachment.given = {**conditioning, "noisy_latents": noisy_latents, "sigmas": sigmas}
 
 
+@contextmanager
+def switched_off(model: nn.Module) -> Iterator[None]:
+    """Run a model without its added modules in the context, if it has any."""
+    attachment: _Attachment | None = getattr(model, "_attachment", None)
+    if attachment is None:
+        yield
+        return
+    attachment.is_off = True
+    try:
+        yield
+    finally:
+        attachment.is_off = False
+
+
 def added_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return a model's added modules by their names in the recipe; empty without any."""
     return dict(getattr(model, ADDED, nn.ModuleDict()).items())
@@ -218,6 +233,7 @@ class _Attachment:
                 module.forward = module.around
                 self.called.add(name)
         self.dtype = dtype
+        self.is_off = False  # true while blocks run without the modules
         self.casts = casts  # True if tokens come in another dtype than the modules'
         self.blocks: list[str] = []
         self.hooks: list[RemovableHandle] = []
@@ -233,6 +249,8 @@ class _Attachment:
         self.prepared = {}  # frees the last pass's tensors before new ones are made
         # Taken once: a later pass without `condition` fails instead of seeing these tensors.
         given, self.given = self.given, None
+        if self.is_off:
+            return
         if given is None:
             raise ModelError(
                 f"The added modules ({', '.join(self.modules)}) were not given this forward pass's "
@@ -283,6 +301,8 @@ class _BlockForward:
         ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.attachment.is_off:
+            return self.forward(*args, **kwargs)
         # Families pass a block's arguments by position or by name; both are sorted into fields.
         given = dict(zip(self.parameters, args, strict=False)) | kwargs
         seen: dict[str, Any] = {

@@ -26,11 +26,11 @@ from longtake.models.releases import has_part
 def encode_inputs(
     parts: Components, recipe: Recipe, given: Mapping[str, Tensor], bucket: Bucket
 ) -> tuple[Conditioning, Tensor | None]:
-    """Encode the clips' `data.conditioning` inputs for the model.
+    """Encode the clips' `data.conditioning` inputs for the model and the objective.
 
     Returns loss weights too, if one of them is a mask of the loss.
     """
-    sections, flow = recipe.model_inputs(), recipe.flow
+    sections, flow = recipe.step_inputs(), recipe.flow
     wanted = {name: each for name, each in given.items() if name in sections}
     conditioning = condition_on(parts, sections, wanted, bucket)
     if flow.loss_mask is None:
@@ -41,7 +41,7 @@ def encode_inputs(
 def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
     """Return the names of inputs that the family encodes jointly, not each by itself; often ()."""
     taken = chosen.inputs.names(recipe.model)[1] if chosen.inputs.encodes_together else ()
-    encoded = tuple(name for name, each in recipe.model_inputs().items() if each.is_encoded)
+    encoded = tuple(name for name, each in recipe.step_inputs().items() if each.is_encoded)
     return encoded if any(name in taken for name in encoded) else ()
 
 
@@ -163,9 +163,20 @@ def outline_conditioning(
 ) -> Conditioning:
     """Outline a model's conditioning in training: shapes on the meta device, no values."""
     one = parts.text.outline(picture_sizes(parts.family, recipe, bucket))
-    one |= outline_inputs(parts, recipe.model_inputs(), bucket)
-    batch = {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
-    return training_conditioning(parts, recipe, batch)
+    one |= outline_inputs(parts, recipe.step_inputs(), bucket)
+    return training_conditioning(parts, recipe, _of_size(one, batch_size))
+
+
+def outline_no_caption(
+    parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int
+) -> Conditioning:
+    """Outline the embeddings of the empty caption [1, ...]; with pictures in them [B, ...]."""
+    pictures = picture_sizes(parts.family, recipe, bucket)
+    return _of_size(parts.text.outline(pictures), batch_size if pictures else 1)
+
+
+def _of_size(one: Conditioning, batch_size: int) -> Conditioning:
+    return {key: value.new_empty(batch_size, *value.shape[1:]) for key, value in one.items()}
 
 
 def picture_sizes(chosen: Family, recipe: Recipe, bucket: Bucket) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ A, where A is random and B zero: training starts from the very model that was lo
 import copy
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
 from types import MethodType
@@ -96,6 +97,36 @@ def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
     assert not unexpected, unexpected
 
 
+@contextmanager
+def without_adapter(model: nn.Module) -> Iterator[None]:
+    """Run a model without its LoRA and added modules in the context: as training began with it.
+
+    Raises:
+        RecipeError: the model's own weights are trained, so that model is no longer there.
+    """
+    layers = [layer for _, layer in adapter_layers(model)]
+    own = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    own |= {
+        id(each)
+        for part in added_module.added_modules(model).values()
+        for each in part.parameters()
+    }
+    if any(each.requires_grad and id(each) not in own for each in model.parameters()):
+        raise RecipeError(
+            "The objective asks for the model without its adapter, but the recipe trains all "
+            "weights, and keeps no copy of the first ones. Train an adapter (trainable.kind = "
+            '"lora", "dora", "lokr", or "frozen" with trainable.modules).'
+        )
+    with added_module.switched_off(model):
+        for layer in layers:
+            layer._disable_adapters = True  # peft's method would also freeze the weights
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+
 def plain_copy(model: nn.Module) -> nn.Module:
     """Copy a trained model to its original form: LoRA merged into weights, no added modules.
 
@@ -145,6 +176,8 @@ def add_lora(
 def _call_lokr(layer: Any, inputs: Tensor) -> Tensor:
     """Compute a layer with peft's LoKr, without its dropout: that draws numbers even if off."""
     plain: Tensor = layer.base_layer(inputs)
+    if layer.disable_adapters:
+        return plain
     update = layer.get_delta_weight(ADAPTER)
     given = inputs.to(update.dtype) if layer.cast_input_dtype_enabled else inputs
     return plain + nn.functional.linear(given, update).to(plain.dtype)

@@ -298,10 +298,10 @@ def cache_rates(
     width = 2 if in_bf16 else 4
     # Packs hold numbers in bf16 where that is exact.
     of_text = 2 if recipe.text.kept_in() == "bf16" else width
-    inputs = outline_inputs(components, recipe.model_inputs(), bucket)
+    inputs = outline_inputs(components, recipe.step_inputs(), bucket)
     texts = components.text.outline(picture_sizes(chosen, recipe, bucket))
     text_bytes = sum(each.numel() * min(of_text, each.itemsize) for each in texts.values())
-    num_encoded = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
+    num_encoded = 1 + sum(each.is_encoded for each in recipe.step_inputs().values())
     encode, text = seconds.get("encode", 0.0), seconds.get("text", 0.0)
     # With pictures, the caption and the empty one are encoded again for each window.
     num_texts = 2 if chosen.text.seen_pictures(recipe.model_inputs()) else 0
@@ -362,7 +362,7 @@ def ahead_bytes(
         except RuntimeError:
             return None
     # References that the codec encodes come as pixels, too.
-    num_clips = 1 + sum(each.is_encoded for each in recipe.model_inputs().values())
+    num_clips = 1 + sum(each.is_encoded for each in recipe.step_inputs().values())
     results = outline_conditioning(components, recipe, bucket)
     latents = torch.empty(latent_shape(components.codec, bucket), device="meta")
     size = (

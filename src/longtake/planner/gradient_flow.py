@@ -73,6 +73,11 @@ class ForwardPosition:
         return next((name for name, enabled in reversed(self.modules) if enabled), "model")
 
     @property
+    def is_frozen(self) -> bool:
+        """True in a pass of the whole model without gradient, which an objective may make."""
+        return len(self.modules) > 1 and not self.modules[1][1]
+
+    @property
     def in_reentrant(self) -> bool:
         return any(region.reentrant for region in self.regions)
 
@@ -134,7 +139,7 @@ class Provenance(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         # Recomputation repeats the forward pass, which was recorded already.
-        if in_backward():
+        if in_backward() or self._position.is_frozen:
             return func(*args, **kwargs)
         is_demand = func in _DEMANDS and not args[0].requires_grad
         result = func(*args, **kwargs)

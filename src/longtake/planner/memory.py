@@ -15,10 +15,13 @@ from longtake.data.training_captions import all_captions
 from longtake.errors import PlanError
 from longtake.formatting import format_size
 from longtake.models import numerics
-from longtake.models.base import latent_shape
 from longtake.models.components import Components, Kinds, outline
-from longtake.models.conditioning import outline_conditioning
-from longtake.models.objective import FlowBatch, flow_losses
+from longtake.models.objective import (
+    FlowBatch,
+    build_objective,
+    outline_batch,
+    training_losses,
+)
 from longtake.models.quantized import quantize_linears
 from longtake.models.review import refuse_sharing
 from longtake.models.streamed import streamed_bytes
@@ -312,24 +315,32 @@ def _make_subject(
 ) -> Subject:
     """Describe the model and its loss for a tracer, which creates the input tensors itself."""
     family, model = components.family, components.model
-    bucket, batch_size = largest.bucket, largest.micro_batch_size
-    shape = latent_shape(components.codec, bucket)
-    outlined = outline_conditioning(components, recipe, bucket, batch_size)
+    objective = build_objective(recipe)
+    outlined = outline_batch(
+        objective, components, recipe, largest.bucket, largest.micro_batch_size
+    )
 
     def make_inputs() -> FlowBatch:
-        latents = torch.empty(batch_size, *shape)
-        conditioning = empty_like(outlined)
-        noise, sigmas = torch.empty_like(latents), torch.empty(batch_size)
-        weights = torch.empty(batch_size, 1, *shape[1:]) if recipe.flow.loss_mask else None
-        return FlowBatch(latents, noise, sigmas, conditioning, weights)
+        weights = outlined.loss_weights
+        return FlowBatch(
+            latents=torch.empty(outlined.latents.shape),
+            noise=torch.empty(outlined.noise.shape),
+            sigmas=torch.empty(outlined.sigmas.shape),
+            conditioning=empty_like(outlined.conditioning),
+            loss_weights=None if weights is None else torch.empty(weights.shape),
+            no_caption=empty_like(outlined.no_caption),
+            source=next(iter(objective.sources), ""),
+        )
 
     names = {module: name for name, module in model.named_modules()}
+    cpu = torch.device("cpu")
     return Subject(
         model=model,
         blocks={names[block]: block for block in family.blocks(model)},
         call_blocks_by=lambda call: family.block.call_by(model, call),
         make_inputs=make_inputs,
-        loss=lambda batch: flow_losses(components, batch, precision, torch.device("cpu")).mean(),
+        loss=lambda batch: training_losses(objective, components, batch, precision, cpu).mean(),
+        networks=tuple(objective.networks()),
     )
 
 
@@ -462,10 +473,11 @@ def _static_of(step: MetaStep) -> StaticMemory:
     )
     frozen = [*components.codec.modules(), *components.text.modules()]
     elsewhere = _elsewhere_bytes(step)
+    held = (model, *step.tracer.subject.networks)
     is_replicated = shards == 1 and step.world_size > 1
     buckets = fsdp.gradient_buckets(model, blocks) if is_replicated else ()
     return StaticMemory(
-        weights=module_bytes(model, step.device.granule) - elsewhere,
+        weights=sum(module_bytes(each, step.device.granule) for each in held) - elsewhere,
         elsewhere=elsewhere,
         gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
         reduced=max(map(fsdp.bucket_bytes, buckets), default=0),

@@ -52,6 +52,7 @@ class Subject:
     """Share of a block's time that fewer bits must save to be chosen (`model.quantize_gain`)."""
     offloads: bool = False  # true if activations may be offloaded to host memory
     host_bytes: int | None = None  # limit of that memory; None: no limit
+    networks: Sequence[nn.Module] = ()  # frozen networks of the objective, on the device
     gathers_in_bf16: bool = False
     """True if FSDP2 gathers fp32 weights as bf16 copies, which autocast need not cast."""
 
@@ -115,7 +116,8 @@ class Tracer:
         self._fake = CachedFakeMode()
         self._kinds = kinds_of(subject.model, subject.blocks)
         with self._fake:
-            make_fake(subject.model)
+            for module in (subject.model, *subject.networks):
+                make_fake(module)
         self._trained = [each for each in subject.model.parameters() if each.requires_grad]
 
     def trace(self, options: Options, *, composes: bool = True) -> StepTrace:
@@ -192,7 +194,8 @@ class Tracer:
         `streamed` are the bytes [blocks] of weights that stay in host memory.
         """
         subject, tracker = self.subject, MemoryTracker(self.device)
-        tracker.count_module(subject.model)
+        for module in (subject.model, *subject.networks):
+            tracker.count_module(module)
         tracker.hold_streamed(streamed)
         weight_bytes = tracker.current_bytes
         if subject.gathers_in_bf16:

@@ -27,7 +27,7 @@ from longtake.models.components import (
     keep_kinds,
     outline,
 )
-from longtake.models.objective import forward_flops
+from longtake.models.objective import Objective, build_objective, training_flops
 from longtake.models.streamed import StreamedBlocks
 from longtake.optim.build import build_optimizers, has_cpp_compiler
 from longtake.optim.update import Averages
@@ -184,6 +184,7 @@ def build_state(
     parts: Components,
     options: Options = MappingProxyType({}),
     *,
+    objective: Objective | None = None,
     encodes_ahead: bool = False,
 ) -> TrainingState:
     """Build the training state at step 0: model, optimizers and averages on the device.
@@ -193,6 +194,7 @@ def build_state(
         parts: model, codec and text encoder, the model on the CPU; it is sharded or replicated in
             place.
         options: memory options by name of a block; those with `stream` keep weights in host memory.
+        objective: objective of the training, its networks on the CPU; None: the recipe's.
         encodes_ahead: encode one micro-batch ahead, as the memory plan decided.
     """
     recipe, world = session.recipe, session.world
@@ -220,8 +222,19 @@ def build_state(
     optimizers = build_optimizers(model, blocks, recipe.optimizer, session.precision, replicas)
     is_encoded = bool(parts.codec.modules() or parts.text.modules())
     group = world.sequence_group if is_encoded else None  # pixels and token ids need no work
-    inputs = InputQueue(parts, recipe, world.device, group, encodes_ahead=encodes_ahead)
-    return TrainingState(parts, optimizers, Averages(model, recipe.ema.averages()), inputs)
+    objective = objective or build_objective(recipe)
+    for network in objective.networks():
+        network.to(world.device)
+    inputs = InputQueue(
+        parts,
+        recipe,
+        world.device,
+        group,
+        encodes_ahead=encodes_ahead,
+        with_no_caption=objective.uses_no_caption,
+    )
+    averages = Averages(model, recipe.ema.averages())
+    return TrainingState(parts, optimizers, averages, inputs, objective)
 
 
 def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.Module]:
@@ -233,15 +246,14 @@ def streamed_by(recipe: Recipe, options: Options, parts: Components) -> list[nn.
     return [each for each in blocks if is_streamed(options.get(names[each], KEEP).weights)]
 
 
-def count_flops(parts: Components, recipe: Recipe) -> dict[Bucket, int]:
+def count_flops(parts: Components, recipe: Recipe, objective: Objective) -> dict[Bucket, int]:
     """Count the floating-point operations of a training step on one clip of each shape.
 
     Empty if they cannot be counted.
     """
-    trains_all = recipe.trainable.base() == "full"
     try:
         return {
-            bucket: forward_flops(parts, recipe, bucket).for_training(trains_all=trains_all)
+            bucket: training_flops(objective, parts, recipe, bucket)
             for bucket in recipe.data.shapes()
         }
     except RuntimeError:  # a module that reads values cannot run on the meta device
@@ -326,6 +338,8 @@ def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
     dynamic = None if parts.family.text.has_lengths else False
     config: Any = torch._dynamo.config
     wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
+    if recipe.objective.kind != "flow_matching":  # passes without gradient, or without adapter
+        wanted *= 3
     # By default torch stops to compile a function after 8 programs.
     config.recompile_limit = max(config.recompile_limit, wanted)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)

@@ -52,7 +52,7 @@ class MicroBatch(NamedTuple):
         batch = self.examples
         tensors = (batch.latents, batch.noise, batch.sigmas, batch.loss_weights, self.weights)
         yield from (tensor for tensor in tensors if tensor is not None)
-        yield from batch.conditioning.values()
+        yield from (*batch.conditioning.values(), *batch.no_caption.values())
 
 
 @dataclass(frozen=True)
@@ -62,20 +62,28 @@ class RawInputs:
     tensors: Mapping[str, Tensor]  # noise, sigmas, weights, and videos or latents
     conditioning: Mapping[str, Tensor]  # embeddings from a cache; empty without one
     further: Mapping[str, Tensor]  # reference inputs of the clips, and the loss mask
+    no_caption: Mapping[str, Tensor]  # the empty caption's embeddings from a cache, if wanted
     captions: Sequence[str]  # [B] the empty caption where it is dropped
     sigmas: tuple[float, ...]  # [B] noise levels, as in `tensors`
     bucket: Bucket
+    source: str  # name of the catalog
 
     @property
     def groups(self) -> tuple[Mapping[str, Tensor], ...]:
-        return self.tensors, self.conditioning, self.further
+        return self.tensors, self.conditioning, self.further, self.no_caption
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "RawInputs":
         """Return a copy of these inputs with `change` applied to every tensor."""
-        tensors, conditioning, further = (
+        tensors, conditioning, further, no_caption = (
             {name: change(tensor) for name, tensor in group.items()} for group in self.groups
         )
-        return replace(self, tensors=tensors, conditioning=conditioning, further=further)
+        return replace(
+            self,
+            tensors=tensors,
+            conditioning=conditioning,
+            further=further,
+            no_caption=no_caption,
+        )
 
 
 class CopiedInputs(NamedTuple):
@@ -140,6 +148,7 @@ class InputQueue:
         device: device of the micro-batches' tensors.
         group: ranks that have the same clips; each clip is then encoded by one of them.
         encodes_ahead: true to encode on a separate stream of a GPU, one micro-batch ahead.
+        with_no_caption: true to give each micro-batch the embeddings of the empty caption, too.
     """
 
     def __init__(
@@ -150,8 +159,11 @@ class InputQueue:
         group: dist.ProcessGroup | None = None,
         *,
         encodes_ahead: bool = False,
+        with_no_caption: bool = False,
     ) -> None:
         self._parts, self._recipe, self._device = parts, recipe, device
+        self._with_no_caption = with_no_caption
+        self._empty: dict[str, Tensor] | None = None  # embeddings without pictures, once encoded
         self._group = group
         on_cpu = device.type == "cpu"
         self._thread = None if on_cpu else ThreadPoolExecutor(1, "inputs")
@@ -258,10 +270,16 @@ class InputQueue:
             for name, none in batch.no_caption.items():
                 where = is_dropped.reshape(-1, *[1] * (none.ndim - 1))
                 conditioning[name] = torch.where(where, none, conditioning[name])
-        used = {*recipe.model_inputs(), flow.loss_mask}
-        further = {name: each for name, each in batch.inputs.items() if name in used}
-        known = tuple(sigmas.tolist())
-        inputs = RawInputs(tensors, conditioning, further, captions, known, batch.bucket)
+        inputs = RawInputs(
+            tensors,
+            conditioning,
+            further=batch.inputs,
+            no_caption=batch.no_caption if self._with_no_caption else {},
+            captions=captions,
+            sigmas=tuple(sigmas.tolist()),
+            bucket=batch.bucket,
+            source=batch.source,
+        )
         return inputs if self._side is None else inputs.map(self._side.pin)
 
     def _draw(self, seed: int, shape: Sequence[int]) -> Draw:
@@ -304,20 +322,39 @@ class InputQueue:
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
+        pictures = parts.family.text.seen_pictures(further)
+        no_caption = dict(inputs.no_caption)
+        if latents is None and self._with_no_caption:
+            no_caption = self._encode_no_caption(len(inputs.captions), pictures)
         # Ranks with the same clips split the encoding, and exchange the results.
         if latents is None and self._group is not None:
             conditioning = self._encode_once(inputs, further)
             latents = conditioning.pop("")
         elif latents is None:
             # Captions first: where a text encoder waits for the device, it waits for no video.
-            pictures = parts.family.text.seen_pictures(further)
             conditioning = encode_captions(parts.text, inputs.captions, pictures)
             latents = encode_videos(parts.codec, tensors["videos"])
         encoded, weights = encode_inputs(parts, self._recipe, further, inputs.bucket)
         conditioned = training_conditioning(parts, self._recipe, conditioning | encoded)
-        examples = FlowBatch(latents, tensors["noise"], tensors["sigmas"], conditioned, weights)
+        examples = FlowBatch(
+            latents,
+            tensors["noise"],
+            tensors["sigmas"],
+            conditioned,
+            weights,
+            no_caption,
+            inputs.source,
+        )
         captioned = tuple(caption != NO_CAPTION for caption in inputs.captions)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
+
+    def _encode_no_caption(self, count: int, pictures: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Encode the empty caption: once for all samples, or with each sample's own pictures."""
+        if pictures:
+            return encode_captions(self._parts.text, [NO_CAPTION] * count, pictures)
+        if self._empty is None:
+            self._empty = encode_captions(self._parts.text, [NO_CAPTION])
+        return self._empty
 
     def _encode_once(self, inputs: RawInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
         """Encode each clip on only one of the ranks that share the clips; return all results.
@@ -325,7 +362,7 @@ class InputQueue:
         The key "" holds the clips' latents. Inputs that the codec encodes are removed from
         `further`.
         """
-        parts, sections = self._parts, self._recipe.model_inputs()
+        parts, sections = self._parts, self._recipe.step_inputs()
         with_text = parts.family.text.seen_pictures(further)
         names = [name for name in further if name in sections and sections[name].is_encoded]
         given = {name: further.pop(name) for name in names}
@@ -365,10 +402,9 @@ def clips_not_encoded(
     if batch.latents is not None:  # a cache is never filled with NaN or inf
         return
     recipe = recipe.in_stage(batch.stage)
-    used = {*recipe.model_inputs(), recipe.flow.loss_mask}
     for place, part in enumerate(split(batch, 1)):
         if batch.weights[place] and not math.isfinite(losses[place]):
-            further = {name: each.to(device) for name, each in part.inputs.items() if name in used}
+            further = {name: each.to(device) for name, each in part.inputs.items()}
             pictures = parts.family.text.seen_pictures(further)
             given = {"latents": encode_videos(parts.codec, part.videos.to(device))}
             given |= encode_captions(parts.text, part.captions, pictures)

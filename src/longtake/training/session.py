@@ -1,7 +1,7 @@
 """Objects that the parts of a training share: session, training state, losses of a step."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from rich.console import Console
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from longtake.config import Recipe
 from longtake.models.components import Components
 from longtake.models.numerics import Precision
+from longtake.models.objective import FlowMatching, Objective
 from longtake.optim.update import Averages
 from longtake.parallel.equality import RankDifference
 from longtake.parallel.mesh import World
@@ -43,6 +44,7 @@ class TrainingState:
     optimizers: list[Optimizer]
     ema: Averages
     inputs: InputQueue
+    objective: Objective = field(default_factory=FlowMatching)
     global_step: int = 0
     """Number of training steps done; steps without samples and skipped updates are included."""
 

@@ -15,7 +15,7 @@ from longtake.data.batch import Batch
 from longtake.data.loader import Loader
 from longtake.data.order import derive
 from longtake.data.stages import StagePosition
-from longtake.models.objective import flow_losses, losses_of_zero
+from longtake.models.objective import losses_of_zero, training_losses
 from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.session import SampleLosses, Session, TrainingState
@@ -90,7 +90,9 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     timer, found, sigmas = ComputeTimer(world.device), list[Tensor](), list[float]()
     captioned, of_zero = list[bool](), list[Tensor]()
     # At step 0 of a pretrained model, the recorder warns if predicting 0 would have a lower loss.
-    is_compared = state.global_step == 0 and session.recipe.model.pretrained is not None
+    recipe, is_first = session.recipe, state.global_step == 0
+    is_flow = recipe.objective.kind == "flow_matching"
+    is_compared = is_first and is_flow and recipe.model.pretrained is not None
     micro_batches = state.inputs.micro_batches(batch, size)
     for number in range(1, count + 1):
         # Ranks reduce the accumulated gradients once, in the backward pass of the last micro-batch.
@@ -98,7 +100,9 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
         heartbeat.set_phase("forward")
         with timer.measure():
             part = next(micro_batches)
-            losses = flow_losses(components, part.examples, session.precision, world.device)
+            losses = training_losses(
+                state.objective, components, part.examples, session.precision, world.device
+            )
         heartbeat.set_phase("backward")
         ((losses * part.weights).sum() / share).backward()  # type: ignore[no-untyped-call]
         found.append(losses.detach())

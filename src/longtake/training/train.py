@@ -26,6 +26,7 @@ from longtake.lease import Lease
 from longtake.models import caption_tokens, lora_files, numerics, pretrained
 from longtake.models.codec import kept_tile
 from longtake.models.components import Components, source_of, text_section
+from longtake.models.objective import build_objective
 from longtake.models.review import review_model
 from longtake.optim.build import refuse_missing_torchao
 from longtake.parallel import equality
@@ -221,14 +222,17 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
     sampler = samples.open_sampler(session, parts, loader, launch.evaluate)
     if sampler is not None and sampler.failure is not None:
         warnings.append(f"No samples are made in this launch. {sampler.failure}")
-    sample_flops = build.count_flops(parts, recipe)  # before the weights are sharded
+    objective = build_objective(recipe)
+    sample_flops = build.count_flops(parts, recipe, objective)  # before the weights are sharded
     threads.set_work(sample_flops, recipe.training.global_batch_size)
     # Before sharding: FSDP2's gathering of weights cannot be compiled.
     if build.compiles_blocks(recipe, world.device):
         build.compile_blocks(plan.options, parts, recipe)
     else:
         run_blocks(plan.options, parts)
-    state = build.build_state(session, parts, plan.options, encodes_ahead=plan.encodes_ahead)
+    state = build.build_state(
+        session, parts, plan.options, objective=objective, encodes_ahead=plan.encodes_ahead
+    )
     guard = GuardRunner(session)
     norms = statistics.NormStats(parts.model, parts.family.blocks(parts.model), world)
     heartbeat.set_phase("load")

@@ -1,0 +1,1 @@
+"""Objectives of one's own, named in `objective.kind`."""
