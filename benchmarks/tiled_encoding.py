@@ -30,7 +30,7 @@ from longtake.planner.trace import InferenceTrace
 _RESULTS = Path(__file__).parent / "results" / "tiled_encoding.md"
 _GIB = 2**30
 _SIZES = (0, TILES[0], 512, 256)
-_PICTURES: dict[str, Any] = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2}
+PICTURES: dict[str, Any] = {"block_out_channels": [128, 256, 512, 512], "layers_per_block": 2}
 
 
 class Row(NamedTuple):
@@ -50,8 +50,8 @@ _ROWS = (
     Row("Wan 2.1", "wan", (81, 720, 1280), None, 0, {}),
     Row("Qwen-Image", "qwen_image", (1, 1328, 1328), (1, 32, 256), 64, {}),
     Row("LTX-2", "ltx2", (121, 480, 832), (9, 64, 96), 64, {}),
-    Row("FLUX.1", "flux", (1, 1024, 1024), (1, 96, 128), 48, _PICTURES),
-    Row("FLUX.2", "flux2", (1, 2048, 2048), (1, 96, 128), 48, _PICTURES),
+    Row("FLUX.1", "flux", (1, 1024, 1024), (1, 96, 128), 48, PICTURES),
+    Row("FLUX.2", "flux2", (1, 2048, 2048), (1, 96, 128), 48, PICTURES),
 )
 
 
@@ -105,7 +105,7 @@ def _differences(row: Row, shape: tuple[int, int, int], clip: Path | None) -> st
     section = CodecSection(kind="autoencoder", config=row.config)
     codec: Any = build_codec(section, family(row.family).frozen.codec)
     autoencoder = codec.autoencoder
-    pixels = _pixels(shape, clip)
+    pixels = read_pixels(shape, clip)
     if row.family.startswith("flux"):
         pixels = pixels[:, :, 0]
     with torch.no_grad():
@@ -116,7 +116,7 @@ def _differences(row: Row, shape: tuple[int, int, int], clip: Path | None) -> st
     return f"{difference.abs().max() / whole.abs().max():.1e} | {rms:.1e}"
 
 
-def _pixels(shape: tuple[int, int, int], clip: Path | None) -> Tensor:
+def read_pixels(shape: tuple[int, int, int], clip: Path | None) -> Tensor:
     """Return pixels [1, 3, F, H, W] in [-1, 1] of a video's middle, or of noise."""
     frames, height, width = shape
     if clip is None:
