@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -329,14 +330,21 @@ def fill_lora(model: nn.Module) -> None:
             weight.data = torch.randn(weight.shape, generator=generator) / 8
 
 
-def measure_step(subject: Subject, options: Mapping[str, BlockOption]) -> MeasuredMemory:
-    """Run a step twice; what the allocator handed out in the second, its inputs held."""
+def measure_step(
+    subject: Subject,
+    options: Mapping[str, BlockOption],
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> MeasuredMemory:
+    """Run a step twice; what the allocator handed out in the second, its inputs held.
+
+    Each runs inside of what `around` makes.
+    """
     blocks = {subject.blocks[name]: option for name, option in options.items()}
     subject.call_blocks_by(caller(blocks))
     for _ in range(2):
         subject.model.zero_grad(set_to_none=True)
         torch.manual_seed(0)
-        with measured(torch.device("cpu")) as memory:
+        with around(), measured(torch.device("cpu")) as memory:
             inputs = subject.make_inputs()
             for tensor in _tensors(inputs):
                 tensor.fill_(0.3 if tensor.is_floating_point() else 3)

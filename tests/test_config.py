@@ -529,6 +529,14 @@ def test_stages_and_catalogs_that_do_not_fit_together(
             "training.micro_batch_size 4 does not divide global_batch_size of stage x, 6",
         ),
         (
+            {"global_batch_size": 8},
+            {
+                "training": {"micro_batch_size": 4, "global_batch_size": 4},
+                "optimizer": {"fused_backward": True, "max_grad_norm": 1e9},
+            },
+            "with training.micro_batch_size 4 global_batch_size of stage x, 8 takes several",
+        ),
+        (
             {"ema_decay": 0.99},
             {"ema": {"decay": 0.0}},
             "stage x sets ema_decay = 0.99 of the one average that ema.decay makes, but ema.decay "
@@ -626,6 +634,8 @@ def test_only_a_run_at_a_plateau_may_be_made_longer(
             "optimizer={warmup_steps=20, warmup_ratio=0.1}",
             "optimizer.warmup_steps = 20 and optimizer.warmup_ratio = 0.1 both say",
         ),
+        ("optimizer={fused_backward=true}", "set it to 1e9, which clips none"),
+        ("optimizer={fused_backward=true, kind='muon'}", "take adamw or adamw8bit, or"),
         ("training.global_batch_size=2147483648", "it should be less than or equal to 65536"),
         ("training.steps=1" + "0" * 30, "it should be less than or equal to 1000000000"),
         ("training.steps=1" + "0" * 5000, "it should be a valid integer"),

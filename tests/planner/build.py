@@ -101,6 +101,7 @@ def make_toy(
     width: int = 32,
     dropout: float = 0.0,
     is_accumulating: bool = False,
+    updates: int | None = None,
 ) -> Subject:
     """Make a step of a `Toy`: on the meta device to be traced, on the CPU to be run."""
     torch.manual_seed(0)
@@ -115,6 +116,7 @@ def make_toy(
         make_inputs=lambda: torch.ones(2, 40, 6),
         loss=lambda inputs: model(inputs).square().mean(),
         is_accumulating=is_accumulating,
+        updates=updates,
     )
 
 

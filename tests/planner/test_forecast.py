@@ -351,6 +351,14 @@ def test_what_a_change_is_said_to_take_it_takes(small_recipe: _Make) -> None:
     assert sizes == sorted(sizes)
 
 
+def test_gradients_are_freed_where_no_micro_batch_can_be_smaller(small_recipe: _Make) -> None:
+    recipe, gpu = small_recipe(_SMALL, "training.global_batch_size=1"), _gpu(2, DEVICES["rtx4090"])
+    found = _suggestions(recipe, gpu)["weights updated in the backward pass, and no clipping"]
+    row = forecast(config.changed(recipe, found.changes), gpu).policy(found.policy)
+    assert row.step_peak_bytes == found.step_peak_bytes
+    assert found.step_peak_bytes < forecast(recipe, gpu).least.step_peak_bytes
+
+
 def test_only_what_helps_is_offered(small_recipe: _Make) -> None:
     lora = [_SMALL, "trainable.kind=lora", "model.dtype=bf16"]
     lora += ["optimizer.kind=adamw8bit", "model.quantize=int8"]

@@ -35,6 +35,7 @@ _CPU = torch.device("cpu")
 _ALONE, _OF_TWO = World(0, 0, 1, _CPU, None), World(0, 0, 2, _CPU, None)
 _ON_GPU = World(0, 0, 1, torch.device("cuda", 0), None)
 _SMALL = ("training.steps=4",)
+_FUSED = ("optimizer.fused_backward=true", "optimizer.max_grad_norm=1e9")
 _ONE_BLOCK = (*_SMALL, "model.config={hidden_size=48, num_blocks=1}")
 
 
@@ -82,6 +83,7 @@ def test_a_trap_stops_before_there_is_a_run(
 _WITHIN = {  # a budget in which only a mixture of options is the fastest
     "tubelet, in full": ("small_recipe", _SMALL, "7.6MiB", ("all", "save-attention")),
     "FLUX Kontext, LoRA and a module": ("tiny_flux", (), "27MiB", ()),
+    "tubelet, gradients freed": ("small_recipe", (*_SMALL, *_FUSED), "7MiB", ("all",)),
 }
 
 

@@ -12,6 +12,9 @@ from tests.build import fill_weights, hold_weights, measure_step
 from tests.planner.build import make_tiny, make_toy
 from torch import Tensor, nn
 
+from longtake.config import OptimizerSection
+from longtake.optim.build import build_optimizers
+from longtake.optim.fused_backward import updating_in_backward
 from longtake.planner.activation_checkpointing import ACTIVATIONS, POLICIES, options_of
 from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import CPU, DeviceBudget, device_named
@@ -175,6 +178,35 @@ def test_accumulating_is_foreseen() -> None:
     memory = measure_step(real, options)
     gradients = trace.weight_bytes
     assert trace.peak_bytes - trace.weight_bytes - gradients == memory.peak_bytes
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.parametrize("policy", ["none", "all", "save-attention"])
+def test_gradients_that_the_backward_pass_applies_are_foreseen(
+    threads: Threads, policy: str
+) -> None:
+    """Also of the many equal blocks of which a trace runs a few."""
+    threads(1)
+    planned, real = make_toy(num_blocks=8, updates=0), make_toy("cpu", num_blocks=8)
+    options = options_of(policy, tuple(planned.blocks))
+    trace = Tracer(planned, CPU).trace(options)
+    section = OptimizerSection(fused_backward=True, max_grad_norm=1e9)
+    optimizers = build_optimizers(real.model, [], section, "fp32")
+    memory = measure_step(real, options, lambda: updating_in_backward(optimizers, 1.0))
+    norms = 4 * len(list(real.model.parameters()))  # a number for each gradient
+    assert trace.peak_bytes - trace.weight_bytes == pytest.approx(memory.peak_bytes, abs=norms)
+    assert trace.end_bytes - trace.weight_bytes + norms == memory.end_bytes
+
+
+def test_updates_take_memory_and_compiled_blocks_return_all_gradients_at_their_end() -> None:
+    at_once, greedy = (make_toy(width=1024, updates=each) for each in (0, 10**8))
+    options = options_of("all", tuple(at_once.blocks))
+    compiled = replace(make_toy(width=1024, updates=0), compiles=True)
+    least, more, most = (Tracer(each, CPU).trace(options) for each in (at_once, compiled, greedy))
+    gradients = sum(each.nbytes for each in at_once.blocks["blocks.0"].parameters())
+    assert gradients / 2 < more.peak_bytes - least.peak_bytes < gradients
+    assert 10**8 <= most.peak_bytes - least.weight_bytes < 10**8 + least.peak_bytes
+    assert least.end_bytes == more.end_bytes == least.weight_bytes + least.input_bytes
 
 
 def test_names_who_gets_a_gradient() -> None:

@@ -239,6 +239,12 @@ class Recipe(Section):
         for key, batch in batches.items():
             if micro is not None and batch % micro:
                 raise ValueError(f"training.micro_batch_size {micro} does not divide {key} {batch}")
+            if micro is not None and batch > micro and self.optimizer.fused_backward:
+                raise ValueError(
+                    "optimizer.fused_backward updates weights in each backward pass, but with "
+                    f"training.micro_batch_size {micro} {key} {batch} takes several: leave one of "
+                    "the two out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -30,6 +30,7 @@ MAY_CHANGE_ON_RESUME = (
     "data.retry_quarantined",
     # Memory and speed: the results differ by rounding at most.
     "model.stream",
+    "optimizer.fused_backward",
     # A run that began with `model.quantize = "auto"` keeps the number formats it has chosen.
     "model.quantize_gain",
     "codec.encode_tile",

@@ -120,6 +120,12 @@ class OptimizerSection(Section):
     `betas` and `weight_decay` from the keys of this section."""
     offload: bool = False
     """Keep AdamW's states, and fp32 copies of bf16 weights, in host RAM and update them there."""
+    fused_backward: bool = False
+    """Update each weight within the backward pass, as soon as its gradient is complete, and free
+    the gradient: it saves the 4 bytes per trained weight that all gradients take. Their norm is
+    known only afterwards, so they are not clipped (`max_grad_norm` has to be 1e9), and the guard
+    cannot skip an update: it rolls back instead. With `adamw` or `adamw8bit`, in one process,
+    without gradient accumulation."""
     learning_rate: float = Field(1e-4, gt=0)
     """Learning rate of AdamW. For Prodigy, a factor on the rate that it finds; unset: 1."""
     muon_learning_rate: float = Field(0.02, gt=0)
@@ -187,11 +193,23 @@ class OptimizerSection(Section):
         return values
 
     @model_validator(mode="after")
-    def _offloads_adamw(self) -> Self:
+    def _suits_its_kind(self) -> Self:
         if self.offload and self.kind != "adamw":
             raise ValueError(
                 f'optimizer.offload works with optimizer.kind = "adamw", not "{self.kind}", whose '
                 "states stay on the GPU: choose one of the two"
+            )
+        if self.fused_backward and self.kind not in ("adamw", "adamw8bit"):
+            raise ValueError(
+                "optimizer.fused_backward updates each weight alone, but optimizer.kind = "
+                f'"{self.kind}" may need several gradients at once: take adamw or adamw8bit, or '
+                "leave optimizer.fused_backward out"
+            )
+        if self.fused_backward and self.max_grad_norm < 1e9:
+            raise ValueError(
+                f"optimizer.max_grad_norm = {self.max_grad_norm:g} clips by the norm of all "
+                "gradients, which optimizer.fused_backward does not wait for: set it to 1e9, which "
+                "clips none, or leave optimizer.fused_backward out"
             )
         if self.options and ":" not in self.kind:
             raise ValueError(

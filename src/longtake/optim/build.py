@@ -188,8 +188,9 @@ def _seeded_class() -> Callable[..., Optimizer]:
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:
             # The run's own random numbers do not change by the rounding's.
-            with torch.random.fork_rng(devices=gpus_of(self.param_groups[0]["params"])):
-                steps = (int(state["step"]) for state in self.state.values())
+            parameters = self.param_groups[0]["params"]
+            with torch.random.fork_rng(devices=gpus_of(parameters)):
+                steps = (int(self.state[p]["step"]) for p in parameters if p in self.state)
                 torch.manual_seed(max(steps, default=0))
                 return super().step(closure)
 

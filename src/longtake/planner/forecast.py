@@ -333,8 +333,9 @@ def what_if(known: Forecast, changes: Sequence[str]) -> ChangedStep | None:
     options, trace = chosen
     try:
         recipe = config.changed(step.recipe, changes)
-        # The old trace is still right, and tracing takes seconds.
-        if all(change.startswith(_NOT_TRACED) for change in changes):
+        # The old trace is still right, and tracing takes seconds; but updates may be in it.
+        updates = recipe.optimizer.fused_backward or step.recipe.optimizer.fused_backward
+        if not updates and all(change.startswith(_NOT_TRACED) for change in changes):
             step = replace(step, recipe=recipe)
         else:
             step = memory.outline_step(recipe, known.device, step.world_size, step.per_node)
@@ -442,6 +443,10 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
         )
         if recipe.model.stream == "none" and known.device.target == "cuda" and not host_is_short:
             yield "frozen weights in host RAM", ["model.stream=all"]
+    # Not beside smaller micro-batches, which it refuses.
+    if recipe.trainable.base() == "full" and step.batch.micro_batch_size == 1:
+        fused = ["optimizer.fused_backward=true", "optimizer.max_grad_norm=1e9"]
+        yield "weights updated in the backward pass, and no clipping", fused
     if recipe.model.dtype == "fp32":
         yield "weights in bf16", ["model.dtype=bf16"]
     if not recipe.optimizer.offload and recipe.optimizer.kind == "adamw":

@@ -27,12 +27,13 @@ from longtake.models.review import refuse_sharing
 from longtake.models.streamed import streamed_bytes
 from longtake.optim import master_weights, muon
 from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
+from longtake.optim.fused_backward import refuse_fused_ranks
 from longtake.optim.own import own_states, refuse_own_optimizer
 from longtake.parallel import context_parallel, fsdp, mesh
 from longtake.parallel.transfer import pinned_bytes
 from longtake.planner.batch_sizes import StageBatch, bucket_tokens, largest_batch, refuse_idle_ranks
 from longtake.planner.block_weights import can_quantize, module_bytes
-from longtake.planner.devices import DeviceBudget, rounded
+from longtake.planner.devices import DeviceBudget, Target, rounded
 from longtake.planner.encoding import ahead_bytes
 from longtake.planner.fake_tensors import FakeTokenSharing, empty_like
 from longtake.planner.record import (
@@ -147,6 +148,7 @@ def outline_step(
     # Ranks that share the tokens of a clip count as one for batches.
     data_size = world_size // recipe.parallel.context
     refuse_idle_ranks(recipe, data_size)
+    refuse_fused_ranks(recipe.optimizer, world_size)
     components = _outline_model(recipe, num_shards, per_node)
     lengths = bucket_tokens(recipe, components)
     stages = recipe.data.curriculum()
@@ -162,7 +164,7 @@ def outline_step(
     # Weights are streamed and activations offloaded on a GPU that holds a whole model.
     is_whole = num_shards == 1 and device.target == "cuda"
     subject = replace(
-        _make_subject(recipe, components, largest, precision),
+        _make_subject(recipe, components, largest, precision, device.target),
         is_accumulating=any(batch.num_micro_batches > 1 for batch in batches),
         num_shards=num_shards,
         gathers_in_bf16=num_shards > 1 and recipe.parallel.param_dtype == precision == "bf16",
@@ -311,7 +313,11 @@ def _captions(recipe: Recipe) -> list[str]:
 
 
 def _make_subject(
-    recipe: Recipe, components: Components, largest: StageBatch, precision: numerics.Precision
+    recipe: Recipe,
+    components: Components,
+    largest: StageBatch,
+    precision: numerics.Precision,
+    target: Target,
 ) -> Subject:
     """Describe the model and its loss for a tracer, which creates the input tensors itself."""
     family, model = components.family, components.model
@@ -332,15 +338,20 @@ def _make_subject(
             source=next(iter(objective.sources), ""),
         )
 
-    names = {module: name for name, module in model.named_modules()}
+    names, blocks = {module: name for name, module in model.named_modules()}, family.blocks(model)
+    compiles, updates = recipe.training.compile, None
+    if recipe.optimizer.fused_backward:
+        updates = optimizer_bytes(model, blocks, recipe.optimizer, precision, target).step
     cpu = torch.device("cpu")
     return Subject(
         model=model,
-        blocks={names[block]: block for block in family.blocks(model)},
+        blocks={names[block]: block for block in blocks},
         call_blocks_by=lambda call: family.block.call_by(model, call),
         make_inputs=make_inputs,
         loss=lambda batch: training_losses(objective, components, batch, precision, cpu).mean(),
         networks=tuple(objective.networks()),
+        updates=updates,
+        compiles=target == "cuda" if compiles == "auto" else compiles,
     )
 
 
@@ -476,10 +487,12 @@ def _static_of(step: MetaStep) -> StaticMemory:
     held = (model, *step.tracer.subject.networks)
     is_replicated = shards == 1 and step.world_size > 1
     buckets = fsdp.gradient_buckets(model, blocks) if is_replicated else ()
+    gradients = [(p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained]
+    at_once = max if recipe.optimizer.fused_backward else sum
     return StaticMemory(
         weights=sum(module_bytes(each, step.device.granule) for each in held) - elsewhere,
         elsewhere=elsewhere,
-        gradients=sum((p.grad_dtype or p.dtype).itemsize * p.numel() for p in trained) // shards,
+        gradients=at_once([0, *gradients]) // shards,
         reduced=max(map(fsdp.bucket_bytes, buckets), default=0),
         optimizer=OptimizerBytes(
             optimizer.device // shards, optimizer.host // shards, optimizer.step // shards

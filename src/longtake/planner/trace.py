@@ -42,6 +42,11 @@ class Subject:
     make_inputs: Callable[[], Any]  # creates tensors of the right shapes, held until the step ends
     loss: Callable[[Any], Tensor]  # computes the loss from the inputs, as training does
     is_accumulating: bool = False  # true if an earlier micro-batch has left gradients
+    updates: int | None = None
+    """Most temporary bytes of a weight's update, if the backward pass makes the updates and frees
+    the gradients (`optimizer.fused_backward`); None: gradients stay."""
+    compiles: bool = False
+    """True if blocks are compiled, so that a block returns all of its gradients at its end."""
     num_shards: int = 1
     """Number of ranks that share one copy of the model. A block's gradients are reduce-scattered
     over them after its backward pass, unless they accumulate."""
@@ -200,7 +205,7 @@ class Tracer:
         weight_bytes = tracker.current_bytes
         if subject.gathers_in_bf16:
             tracker.ignore_casts_of(subject.model.parameters())
-        reducer, offloaded = _GradientReducer(subject), dict[str, tuple[int, int]]()
+        reducer, offloaded = _GradientReducer(subject, tracker), dict[str, tuple[int, int]]()
         composition = Composition(runs, tracker)
         if subject.is_accumulating:
             # Gradients of the micro-batches before.
@@ -373,11 +378,15 @@ class _GradientReducer:
     A block's gradients stay until its backward pass ends, in the type in which its weights were
     gathered. They are then copied to the input of a reduce-scatter, in fp32, which is freed at the
     next one; this rank's shard remains.
+
+    Gradients that the backward pass applies to the weights are freed at once, or, in a compiled
+    block, when its backward pass ends.
     """
 
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-        self._is_active = subject.num_shards > 1 and not subject.is_accumulating
+    def __init__(self, subject: Subject, tracker: MemoryTracker) -> None:
+        self._subject, self._tracker = subject, tracker
+        is_reduced = subject.num_shards > 1 and not subject.is_accumulating
+        self._is_active = is_reduced or subject.updates is not None
         self._whole: list[Tensor] = []
         self._shards: list[Tensor] = []
         self._input: Tensor | None = None
@@ -400,6 +409,11 @@ class _GradientReducer:
     def _take(self, parameter: Tensor) -> None:
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        if (update_bytes := self._subject.updates) is not None:
+            self._tracker.hold(update_bytes)
+            self._tracker.hold(-update_bytes)
+            if not self._subject.compiles:
+                return
         if self._subject.gathers_in_bf16 and gradient.dtype == torch.float32:
             shape = gradient.shape
             del gradient
@@ -410,6 +424,9 @@ class _GradientReducer:
     def reduce(self) -> None:
         """Reduce-scatter the gradients taken from a block's parameters, as FSDP2 would."""
         if not self._whole:
+            return
+        if self._subject.updates is not None:
+            self._whole.clear()
             return
         sizes = [gradient.numel() for gradient in self._whole]
         # The input before is freed first, as in FSDP2.

@@ -64,6 +64,8 @@ class GuardRunner:
     """
 
     def __init__(self, session: Session, **constants: int) -> None:
+        if session.recipe.optimizer.fused_backward:  # the update is made: it cannot be skipped
+            constants = {**constants, "max_skips": 0}
         self.settings = GuardSettings(**{**session.recipe.guard.model_dump(), **constants})
         self.history = History(self.settings.window)
         self._run, self._world = session.run, session.world
@@ -272,9 +274,14 @@ def describe_non_finite_gradients(
 ) -> str:
     """Name the parameters whose gradients hold NaN or inf on any rank; all ranks must call it.
 
-    The parameters nearest to the model's end come first.
+    The parameters nearest to the model's end come first. With `optimizer.fused_backward`, which has
+    applied and freed the gradients, NaN and inf are looked for in the weights.
     """
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    where_found = "gradients"
+    if not gradients:
+        gradients = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        where_found = "weights, which this step's gradients have updated,"
     is_replicated = world is not None and world.num_copies > 1
     combine = max if is_replicated else sum  # shards add up; replicas count the same elements
     mine = _count_non_finite(gradients)
@@ -300,7 +307,7 @@ def describe_non_finite_gradients(
         named.append(f"{where}, {' and '.join(lost)} of {gradients[name].numel()} numbers")
     more = " and more" if len(non_finite) > _MAX_NAMED_GRADIENTS else ""
     return (
-        f"NaN or infinity is in the gradients of {len(non_finite)} of {len(gradients)} trained "
+        f"NaN or infinity is in the {where_found} of {len(non_finite)} of {len(gradients)} trained "
         "parameters. A backward pass runs from the model's end to its beginning, so the last ones "
         f"were lost first: {'; '.join(named)}{more}."
     )

@@ -14,6 +14,9 @@ waits for the device once, for the numbers that go into it. The exceptions:
   once in the first steps, for weights without gradient (`GuardRunner.judge_gradients`).
 - Saving and sampling have collectives and waits of their own. So has the first step of a launch,
   for its report.
+
+With `optimizer.fused_backward`, of which one rank alone is capable, the backward pass updates the
+weights (`updating`): before the decision, so that the guard can only roll a bad update back.
 """
 
 from dataclasses import dataclass
@@ -34,6 +37,7 @@ from longtake.training.step import (
     compute_gradients,
     prepare_next,
     skip_update,
+    updating,
 )
 
 _NOT_ENCODED = (
@@ -64,8 +68,11 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
     end = loader.end_after(session.recipe.training.steps - state.global_step)
     for local_batch in recorder.timed(loader.batches(end)):
         batch = begin_step(session, state, local_batch)
-        # The first step's memory, and the time with this number of CPU threads.
-        with recorder.measured(state.global_step, batch, training.threads):
+        with (
+            # The first step's memory, and the time with this number of CPU threads.
+            recorder.measured(state.global_step, batch, training.threads),
+            updating(session, state, norms, batch),  # if optimizer.fused_backward is set
+        ):
             losses = compute_gradients(session, state, batch)  # forward, backward, accumulate
             prepare_next(session, state, loader)  # while the device computes
         local = training.local_facts()

@@ -72,6 +72,10 @@ class NormStats:
         self._copies, self._num_ranks = world.num_copies, world.size
         self._update: Tensor | None = None  # [groups] squares of the last update
         self._rate = 0.0  # learning rate factor of the last update; 0: none was made
+        self._before: tuple[Tensor, Tensor, float] | None = None  # see `measure_weights`
+        self.freed: Mapping[Tensor, Tensor] = {}
+        """Norms of the gradients that the backward pass has applied to weights and freed, by
+        weight."""
         self._probed: Tensor | None = None
         shares = [local_shard(parameter) for parameter in self._parameters]
         strides = [max(1, -(-each.numel() // _PROBES)) for each in shares]
@@ -89,18 +93,34 @@ class NormStats:
         return len(self._names)
 
     @torch.no_grad()
+    def measure_weights(self) -> tuple[Tensor, Tensor, float]:
+        """Measure, for `sums`, the squares of the weights and of the last update, and its rate.
+
+        Call it before a backward pass that updates weights; else `sums` does.
+        """
+        of_weights = squares([local_shard(p) for p in self._parameters])
+        if self._probed is None:
+            self._probed = self._probe()
+        self._before = of_weights, self._take_update(), self._rate
+        self._rate = 0.0
+        return self._before
+
+    @torch.no_grad()
     def sums(self, losses: SampleLosses | None = None) -> dict[str, float]:
         """Return this rank's share of the sums of squares for `norms`, before clipping.
 
         The tensor of losses comes with them in the one wait for the device; a step with NaN or inf
         waits again to count them. The last update is forgotten.
         """
-        gradients = [parameter.grad for parameter in self._parameters]
+        freed, self.freed = self.freed, {}
+        # NaN and inf of a freed gradient are NaN in the weight to which it was applied.
+        gradients = [p if p in freed else p.grad for p in self._parameters]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         shards = [local_shard(gradient) for gradient in gradients if gradient is not None]
-        of_gradients = squares(shards)
-        of_weights = squares([local_shard(p) for p in self._parameters])
-        update = self._take_update()
+        own = [freed[parameter] for parameter in self._parameters if parameter in freed]
+        of_gradients = torch.stack(own).double().square() if own else squares(shards)
+        of_weights, update, rate = self._before or self.measure_weights()
+        self._before = None
         on_device = [] if losses is None else [losses.on_device.double()]
         # Zeros that `reduce_gradients` has filled in are no gradient of this rank.
         self._reached.update(i for i in present if not hasattr(gradients[i], "stands_in"))
@@ -123,7 +143,7 @@ class NormStats:
         found |= self._named("update", numbers[end + len(weights) :])
         # All ranks have the same rate, and replicas the same squares: each adds its part to the
         # sums.
-        rate, self._rate = self._rate / self._num_ranks, 0.0
+        rate /= self._num_ranks
         return {name: value / self._copies for name, value in found.items()} | {"rate": rate}
 
     def norms(self, sums: Mapping[str, float], scale: float) -> Norms:

@@ -16,9 +16,11 @@ from longtake.data.loader import Loader
 from longtake.data.order import derive
 from longtake.data.stages import StagePosition
 from longtake.models.objective import losses_of_zero, training_losses
+from longtake.optim.fused_backward import updating_in_backward
 from longtake.optim.update import learning_rate_factor, masters_of, set_learning_rates
 from longtake.parallel import collectives, fsdp, mesh
 from longtake.training.session import SampleLosses, Session, TrainingState
+from longtake.training.statistics import NormStats
 
 
 def begin_step(session: Session, state: TrainingState, batch: Batch) -> Batch:
@@ -115,6 +117,30 @@ def compute_gradients(session: Session, state: TrainingState, batch: Batch) -> S
     return SampleLosses(torch.cat(found), tuple(sigmas), tuple(captioned), timer.seconds, zero)
 
 
+@contextmanager
+def updating(
+    session: Session, state: TrainingState, norms: NormStats, batch: Batch
+) -> Iterator[None]:
+    """With `optimizer.fused_backward`, let the backward pass inside the context update the weights.
+
+    Each weight is updated as soon as its gradient is complete, and the gradient is freed. So
+    `apply_update` finds no gradients, and only moves the averages and counts the step.
+    """
+    if not session.recipe.optimizer.fused_backward:
+        yield
+        return
+    norms.measure_weights()
+    factor = learning_rate_factor(session.recipe, state.global_step, batch.position)
+    set_learning_rates(state.optimizers, factor)
+    # A single process knows before the pass how many samples are trained; without any, no weight
+    # is updated, as in an ordinary step.
+    num_samples = int(batch.weights.sum())
+    scale = batch.global_size / num_samples if num_samples else 0.0
+    with updating_in_backward(state.optimizers, scale) as freed:
+        yield
+    norms.freed = freed
+
+
 def _micro_batch_size(session: Session, batch: Batch) -> int:
     """Return `training.micro_batch_size`, or this rank's whole share if the recipe has none.
 
@@ -174,6 +200,8 @@ def apply_update(
     position: StagePosition,
 ) -> float:
     """Clip the gradients, update weights and EMA, clear the gradients; return the learning rate.
+
+    Where `updating` has updated the weights, no gradients are left to clip and to apply.
 
     Args:
         session: recipe and ranks of this launch.
