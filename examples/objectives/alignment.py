@@ -16,7 +16,7 @@ In the recipe (beside each clip lie its features, an array of numbers as .npy):
     kind = "examples.objectives.alignment:Alignment"
     inputs = ["features"]
 
-It is REPA (Yu et al., arXiv:2410.06940): to the loss of flow matching comes the negative cosine
+It is REPA (Yu et al., arXiv:2410.06940): to the loss of flow matching comes 1 minus the cosine
 between the projected tokens and features such as DINOv2's. `width` is that of one feature times
 their number (256 of 768 numbers here); the tokens are cut into as many equal runs in their order,
 and those of a run are averaged. With as many features as tokens each token has its own.
@@ -92,4 +92,5 @@ class Alignment(Objective):
         features = batch.conditioning[self.features].unflatten(1, (-1, projector.feature_width))
         averaged = tokens.unflatten(1, (features.shape[1], -1)).mean(dim=2)
         similarity = F.cosine_similarity(averaged.float(), features.float(), dim=-1)
-        return losses - self.weight * similarity.mean(dim=1)
+        # The paper has no 1, which changes no gradient; the guard judges losses above 0.
+        return losses + self.weight * (1 - similarity.mean(dim=1))

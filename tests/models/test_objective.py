@@ -155,7 +155,24 @@ def test_tokens_are_aligned_with_features(
     projected = projector.layers(seen[0][:, 6:])  # type: ignore[operator]
     averaged = projected.reshape(2, 4, -1, 5).mean(dim=2)
     cosine = (F.normalize(averaged, dim=2) * F.normalize(features.view(2, 4, 5), dim=2)).sum(dim=2)
-    _assert_alike(parts, build_objective(recipe), batch, losses - 0.5 * cosine.mean(dim=1))
+    _assert_alike(parts, build_objective(recipe), batch, losses + 0.5 * (1 - cosine.mean(dim=1)))
+
+
+def test_the_clips_of_a_catalog_keep_the_prediction_that_training_began_with(
+    parts_of: Callable[..., tuple[Recipe, Components]],
+) -> None:
+    base = parts_of()[1]
+    recipe, parts = parts_of(
+        *_LORA,
+        "objective={kind='prior_preservation', options={catalogs=['catalog'], weight=0.5}}",
+    )
+    objective, batch = build_objective(recipe), _batch(parts, recipe)
+    plain = batch.noise - batch.latents
+    _assert_alike(parts, objective, batch, _error(_predict(parts, batch), plain))
+    batch = replace(batch, source="catalog")
+    prior = _predict(base, batch).detach()
+    expected = _error(_predict(parts, batch), prior) + _error(prior, plain)
+    _assert_alike(parts, objective, batch, 0.5 * expected)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +285,8 @@ class NoLosses(Objective):
         ("torch.nn:Linear", "{}", "not an Objective"),
         ("guided_target", "{}", "lacks scale"),
         ("guided_target", "{scale=0.5}", "at least 1"),
+        ("prior_preservation", "{catalogs=['mine']}", "loss for the catalog mine"),
+        ("prior_preservation", "{catalogs=[]}", "expected names"),
         ("guided_target", "{scala=2.0}", "did you mean scale"),
         ("guided", "{}", "be 'flow_matching', 'guided_target'"),
     ],

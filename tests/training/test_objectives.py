@@ -12,6 +12,7 @@ from tests.build import (
     copy_clips,
     forget_after,
     losses,
+    rows,
     saved,
     train_by,
 )
@@ -73,6 +74,17 @@ def test_pairs_are_trained_and_resumed(pairs: Recipes) -> None:
     forget_after(recipe, 3)
     assert train(recipe, QUIET).start_step == 3
     torch.testing.assert_close(saved(recipe, 6, "model"), whole, rtol=0, atol=0)
+
+
+def test_a_prior_holds_the_model_where_it_began(small_recipe: Recipes) -> None:
+    """Batches know their catalog: the first loss is the usual one, and nothing is learnt of it."""
+    lora = ("trainable={kind='lora', rank=2, targets=['tube_out']}", "training.steps=2")
+    prior = "objective={kind='prior_preservation', options={catalogs=['catalog']}}"
+    plain = small_recipe.trained(*lora, name="plain")
+    held = small_recipe.trained(*lora, prior, "training.micro_batch_size=2", name="held")
+    (loss, norm), *_ = rows(held, "loss", "grad_norm")
+    assert loss == pytest.approx(losses(plain)[0], rel=1e-5)
+    assert (norm, rows(plain, "grad_norm")[0][0] > 0) == (0, True)
 
 
 _PARTS = (*_PAIRS, "training.micro_batch_size=1", "training.steps=3")

@@ -175,8 +175,8 @@ _PATTERNS = {
     "module": "be a module and a class, such as my_project.adapter:PoseAdapter",
     "kind": "be 'adamw', 'muon', 'adamw8bit', 'prodigy', or a class of your own such as "
     "'my_project.optim:Lion'",
-    "objective.kind": "be 'flow_matching', 'guided_target', or a class of your own such as "
-    "'my_project.losses:Preference'",
+    "objective.kind": "be 'flow_matching', 'guided_target', 'prior_preservation', or a class of "
+    "your own such as 'my_project.losses:Preference'",
     "name": _NAME_PATTERN,
     "[key]": _NAME_PATTERN,
 }

@@ -95,11 +95,14 @@ class FlowSection(Section):
 class ObjectiveSection(Section):
     """What the model learns: the loss of each sample."""
 
-    kind: str = Field("flow_matching", pattern=r"^(flow_matching|guided_target|[\w.]+:\w+)$")
+    kind: str = Field(
+        "flow_matching", pattern=r"^(flow_matching|guided_target|prior_preservation|[\w.]+:\w+)$"
+    )
     """Kind of objective. `flow_matching`: the velocity of the path from clip to noise;
     `guided_target`: that velocity, moved away from the model's own prediction without caption by
-    `options.scale`, for models whose guidance is distilled; or an Objective of your own, such as
-    "my_project.losses:Preference". See docs/guides/objectives.md."""
+    `options.scale`, for models whose guidance is distilled; `prior_preservation`: for the clips of
+    `options.catalogs` the prediction of the model without its adapter, with `options.weight`; or an
+    Objective of your own, such as "my_project.losses:Preference". See docs/guides/objectives.md."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the objective's class, such as `scale` of `guided_target`."""
     inputs: Annotated[tuple[str, ...], FromList] = ()

@@ -222,9 +222,40 @@ class GuidedTarget(Objective):
         return passes.velocity_losses(batch, passes.predict(batch), target)
 
 
+class PriorPreservation(Objective):
+    """Flow matching, and for the clips of some catalogs the prediction of the model as it began.
+
+    For these the target is the velocity that the model predicts without LoRA and added modules, so
+    that what it knows of their captions stays. Their loss is the mean squared distance from it,
+    plus a constant: the flow-matching loss of that velocity. The sum is what the flow-matching loss
+    of clips that the model itself made would be, so that the losses of all catalogs compare.
+
+    Args:
+        catalogs: names in data.catalogs of the clips whose prediction is kept.
+        weight: weight of their loss.
+    """
+
+    def __init__(self, catalogs: Sequence[str], weight: float = 1.0) -> None:
+        if not catalogs or weight <= 0:
+            raise ValueError(
+                f"catalogs = {catalogs!r} and weight = {weight!r}; expected names of data.catalogs "
+                "and a weight above 0"
+            )
+        self.sources = tuple(catalogs)
+        self.weight = weight
+
+    def losses(self, passes: Passes, batch: FlowBatch) -> Tensor:
+        if batch.source not in self.sources:
+            return passes.velocity_losses(batch, passes.predict(batch))
+        prior = passes.predict_frozen(batch, adapter=False)
+        usual = passes.velocity_losses(batch, prior)
+        return self.weight * (passes.velocity_losses(batch, passes.predict(batch), prior) + usual)
+
+
 _OBJECTIVES: dict[str, type[Objective]] = {
     "flow_matching": FlowMatching,
     "guided_target": GuidedTarget,
+    "prior_preservation": PriorPreservation,
 }
 
 
