@@ -20,6 +20,7 @@ from benchmarks.structure import CORE
 
 from longtake import config, errors, metrics, run_dir
 from longtake.cli.app import app
+from longtake.migration import tables as migration
 
 HERE = Path(__file__).parent
 _CONTRIBUTING = "../../CONTRIBUTING.md"
@@ -301,6 +302,36 @@ def exit_codes_page() -> str:
     return "\n".join(["# Exit codes", "", _GENERATED, "", "| code | |", "|---|---|", *rows, ""])
 
 
+def migration_page() -> str:
+    """What becomes of each setting of other trainers, from the tables of `init --from`."""
+    lines = ["# Settings of other trainers", "", _GENERATED, ""]
+    lines += [
+        "What `longtake init --from` makes of each setting ([guide](../guides/migrating.md)). One",
+        "without a key in the middle column has no equivalent; where *nothing* stands there, it",
+        "changes nothing of what is trained. What is not set has the trainer's default.",
+        "",
+    ]
+    parts = {"run": "setting", "clips": "setting of a set of clips", "samples": "of a prompt"}
+    for name in migration.TOOLS:
+        tool = migration.tool(name)
+        lines += [f"## {tool.title}", "", f"Keys of {tool.facts}.", ""]
+        trained = ", ".join(f"`{model}`" for model, families in tool.families.items() if families)
+        lines += [f"Models that are trained here: {trained}.", ""]
+        for part, title in parts.items():
+            lines += [f"| {title} | longtake | |", "|---|---|---|"]
+            rows: dict[str, migration.Row] = getattr(tool, part)
+            for key, row in rows.items():
+                to = f"`{row.to}`" if row.to else "*nothing*" if row.ignored else ""
+                lines.append(f"| `{key}` | {to} | {_cell(row.note)} |")
+            lines.append("")
+        lines += [f"| default of {tool.title} | |", "|---|---|"]
+        shown = {key: each for key, each in tool.defaults.items() if not key.startswith("fact.")}
+        lines += [f"| `{key}` | `{_toml(each)}` |" for key, each in shown.items()]
+        lines += [f"| `{key}` | {_cell(reason)} |" for key, reason in tool.kept.items()]
+        lines.append("")
+    return "\n".join(lines)
+
+
 def _all_errors(base: type[errors.LongtakeError]) -> Iterator[type[errors.LongtakeError]]:
     yield base
     for each in base.__subclasses__():
@@ -362,6 +393,7 @@ _INTERNAL = {
 PAGES = {
     "recipe.md": recipe_page,
     "verbs.md": verbs_page,
+    "migration.md": migration_page,
     "run-directory.md": run_directory_page,
     "exit-codes.md": exit_codes_page,
     "environment.md": environment_page,

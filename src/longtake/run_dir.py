@@ -81,7 +81,6 @@ EventKind = Literal[
     "memory_planned",
     "memory_measured",
     "threads_chosen",
-    "uncompiled",
     "sampled",
     "sampling_failed",
     "interrupted",

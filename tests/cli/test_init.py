@@ -383,3 +383,20 @@ def test_one_file_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -
     file = tmp_path / "model.safetensors"
     file.touch()
     assert "is one file of weights" in _refusal(tmp_path / "mine.toml", str(file))
+
+
+def test_a_configuration_of_another_trainer_is_translated(tmp_path: Path) -> None:
+    """Its notes are printed; options that its files answer are refused, and no file is lost."""
+    folder = Path(__file__).resolve().parents[1] / "migration" / "configs" / "dp_kontext"
+    files = [
+        part for name in ("training", "clips") for part in ("--from", str(folder / f"{name}.toml"))
+    ]
+    out = tmp_path / "mine.toml"
+    output, recipe = _init(out, *files, "--gpus", "2", "--memory", "24GiB")
+    assert "To decide" not in output
+    assert "Wrote" in output
+    assert "longtake data index /data/kontext/target --out catalogs/target.parquet" in output
+    assert (recipe.training.global_batch_size, recipe.recompute.memory) == (2, "24GiB")
+    assert "exists and is not overwritten" in _refusal(out, *files)
+    assert "--task is not for --from" in _refusal(tmp_path / "other.toml", *files, "--task", "lora")
+    assert "--gpus is for --from" in _refusal(tmp_path / "other.toml", "--gpus", "2")

@@ -17,6 +17,7 @@ from longtake import errors, process
 from longtake.cli import say
 from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, memory_bytes
 from longtake.formatting import did_you_mean, printable
+from longtake.migration.settle import Answers
 from longtake.models import recognition, release_checks, releases
 
 _FOLDER = resources.files("longtake.cli").joinpath("recipes")
@@ -366,12 +367,35 @@ def init(
         Path, typer.Option(help="The folder of clips, or a catalog that is already made.")
     ] = Path("my_clips"),
     out: Annotated[Path, typer.Option(help="The recipe to write.")] = Path("my_recipe.toml"),
+    source: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--from",
+            metavar="FILE",
+            help="A configuration file of another trainer to translate; once for each file.",
+        ),
+    ] = None,
+    gpus: Annotated[
+        int | None,
+        typer.Option(min=1, help="With --from: the number of GPUs that its batches are for."),
+    ] = None,
 ) -> None:
-    """Write a commented recipe for a family, a task and a GPU.
+    """Write a commented recipe for a family, a task and a GPU, or from another trainer's files.
 
     The family of a release is read from its files; without a release and a family, the templates
     are listed. A file that exists is not overwritten.
     """
+    if source:
+        others = {"--family": family, "--task": task, "--size": size, "--host-memory": host_memory}
+        unused = next((name for name, value in others.items() if value is not None), None)
+        if unused is not None:
+            raise errors.RecipeError(
+                f"{unused} is not for --from, whose files say it: leave it out."
+            )
+        _translate(source, out, Answers(release, expert, gpus, memory))
+        return
+    if gpus is not None:
+        raise errors.RecipeError("--gpus is for --from FILE, a configuration of another trainer.")
     if release is not None:
         if family is not None or size is not None:
             raise errors.RecipeError(
@@ -389,7 +413,29 @@ def init(
         return
     module = module_beside(out)
     buckets = buckets_for(template, memory, data)
-    text = render_recipe(template, memory, data, out, buckets, module, host_memory)
+    _write_recipe(out, render_recipe(template, memory, data, out, buckets, module, host_memory))
+    say.line(f"Wrote {out}: {template.title}.")
+    if template.task == "module" and module != _MODULE:
+        write_module(module)
+    if data.suffix != ".parquet":
+        missing = "" if data.exists() else f" ({data} does not exist yet)"
+        say.line(
+            f"Its first lines have the next commands: index {data}{missing}, then plan and train."
+        )
+
+
+def _translate(files: list[Path], out: Path, answers: Answers) -> None:
+    """Write a recipe of another trainer's configuration, and print what has to be known of it."""
+    from longtake.migration.migrate import migrate
+
+    done = migrate(files, out, answers)
+    _write_recipe(out, done.text)
+    say.line("\n".join(done.notes))
+    say.line(f"Wrote {out}: {done.title}. Next:")
+    say.line("\n".join(f"  {command}" for command in done.commands))
+
+
+def _write_recipe(out: Path, text: str) -> None:
     try:
         # Mode "x" also fails if the file appears just now: nothing is overwritten.
         with out.open("x", encoding="utf-8") as file:
@@ -400,14 +446,6 @@ def init(
         ) from None
     except OSError as error:
         raise errors.RecipeError(f"{out} cannot be written: {error.strerror}.") from error
-    say.line(f"Wrote {out}: {template.title}.")
-    if template.task == "module" and module != _MODULE:
-        write_module(module)
-    if data.suffix != ".parquet":
-        missing = "" if data.exists() else f" ({data} does not exist yet)"
-        say.line(
-            f"Its first lines have the next commands: index {data}{missing}, then plan and train."
-        )
 
 
 def _list_templates() -> None:

@@ -130,8 +130,7 @@ class QuantizedLinear(FrozenLinear):
         return _compiled_product(*given)
 
     def _multiplied(self, inputs: Tensor) -> Tensor:
-        is_compiled = torch.compiler.is_compiling()
-        weight = (None, *self.stored()) if is_compiled else (self, None, None)
+        weight = (None, *self.stored()) if torch.compiler.is_compiling() else (self,)
         made: Tensor = low_bit.LowBitProduct.apply(inputs, *weight)  # type: ignore[no-untyped-call]
         bias: Tensor | None = self.bias
         return made if bias is None else made + bias.to(made.dtype)

@@ -1,0 +1,11 @@
+accelerate launch --num_processes=1 flux_train_network.py --pretrained_model_name_or_path="/models/flux1-dev.safetensors" \
+  --clip_l=/models/clip_l.safetensors --t5xxl=/models/t5xxl_fp16.safetensors --ae=/models/ae.safetensors \
+  --train_data_dir="/data/img" --resolution="1024,1024" --enable_bucket --min_bucket_reso=256 --max_bucket_reso=2048 \
+  --bucket_reso_steps=64 --bucket_no_upscale --caption_extension=".txt" --shuffle_caption --keep_tokens=1 \
+  --network_module=networks.lora_flux --network_dim=16 --network_alpha=16 --network_train_unet_only \
+  --optimizer_type=PagedAdamW8bit --learning_rate=1e-4 --unet_lr=1e-4 --text_encoder_lr=0 \
+  --lr_scheduler=cosine_with_restarts --lr_scheduler_num_cycles=3 --lr_warmup_steps=0.1 --lr_scheduler_min_lr_ratio=0.1 \
+  --max_train_steps=1600 --train_batch_size=2 --save_every_n_epochs=1 --mixed_precision=bf16 --save_precision=bf16 \
+  --timestep_sampling=flux_shift --model_prediction_type=raw --guidance_scale=1.0 --t5xxl_max_token_length=512 \
+  --loss_type=l2 --sample_prompts=prompts.txt --sample_every_n_steps=200 --sample_at_first --seed=1234 \
+  --cache_latents --cache_text_encoder_outputs --gradient_checkpointing --fp8_base --output_dir=/out --output_name=dog

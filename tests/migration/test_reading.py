@@ -1,0 +1,110 @@
+"""Files that are no configuration, or a harmful one, are refused in one sentence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from longtake.errors import RecipeError
+from longtake.migration import reading
+from longtake.migration.migrate import migrate
+from longtake.migration.settle import Answers
+
+_LAUGHS = "a: &a [x, x]\n" + "".join(
+    f"{name}: &{name} [*{before}, *{before}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+_TRAINING = 'output_dir = "o"\ndataset = "d"\nepochs = 3\n[model]\ntype = "flux"\n'
+_CLIPS = 'resolutions = [512]\n[[directory]]\npath = "/data"\n'
+_FLUX = Answers(release="black-forest-labs/FLUX.1-dev", gpus=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("references.yaml", _LAUGHS, "references"),
+        ("deep.yaml", "[" * 5000, "cannot be read|nested"),
+        ("deep.json", "[" * 100_000, "nested"),
+        ("deep_enough.json", "[" * 60 + "]" * 60, "levels deep"),
+        ("deep.toml", "a = " + "[" * 5000, "cannot be read|nested"),
+        ("long.json", json.dumps(list(range(30_000))), "more than 20,000 values"),
+        ("huge.toml", "# " + "x" * reading.MAX_BYTES, "more than"),
+        ("object.yaml", "!!python/object/apply:os.system [id]", "could not determine"),
+        ("digits.json", "9" * 5000, "digits"),
+        ("binary.toml", b"\xff\xfe\x00\x01", "not UTF-8"),
+        ("nothing.toml", "", "no configuration that is known"),
+        ("number.json", "3", "no configuration that is known"),
+        ("weights.safetensors", "{}", r"ends in \.safetensors"),
+        ("command.sh", "rm -rf /", "no command"),
+        ("odd.yaml", "config: {process: [{datasets: 3, sample: 4}]}", "nothing of the clips"),
+        ("odd.toml", "general = 3\n[[datasets]]\nvideo_directory = 1\n", "not of the kinds"),
+        ("odd.json", '{"model_family": [], "data_backend_config": {}}', "nothing of the clips"),
+    ],
+)
+def test_a_harmful_or_foreign_file_is_refused(
+    tmp_path: Path, name: str, content: str | bytes, reason: str
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(RecipeError, match=reason) as refused:
+        migrate([path], tmp_path / "mine.toml", Answers())
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.symlink_to("there.toml"), lambda path: path.mkdir(), lambda path: None],
+)
+def test_only_a_regular_file_is_read(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    (tmp_path / "there.toml").write_text(_TRAINING)
+    make(tmp_path / "mine.toml")
+    with pytest.raises(RecipeError, match=r"mine\.toml"):
+        reading.read_config(tmp_path / "mine.toml")
+
+
+def _write(folder: Path, training: str, clips: str = _CLIPS) -> list[Path]:
+    (folder / "training.toml").write_text(training)
+    (folder / "clips.toml").write_text(clips)
+    return [folder / "training.toml", folder / "clips.toml"]
+
+
+def test_values_that_make_no_sense_are_named_and_not_written(tmp_path: Path) -> None:
+    """Of a known key by its name here, of another kind by its name there."""
+    files = _write(tmp_path, "warmup_steps = [{}]\nsave_every_n_steps = 'often'\n" + _TRAINING)
+    with pytest.raises(RecipeError, match=r"optimizer\.warmup_steps"):
+        migrate(files, tmp_path / "mine.toml", _FLUX)
+    files = _write(tmp_path, "save_every_n_steps = 'often'\ngradient_clipping = []\n" + _TRAINING)
+    notes = "\n".join(migrate(files, tmp_path / "mine.toml", _FLUX).notes)
+    assert "save_every_n_steps: Its value often is not understood." in notes
+    assert "gradient_clipping: Its value [] is not understood." in notes
+
+
+def test_nothing_of_a_file_is_printed_or_written_unescaped(tmp_path: Path) -> None:
+    """Names of settings, values and paths of folders may hold escape sequences and line breaks."""
+    training = '"\\u001b[31mred" = 1\nlr_scheduler = "\\u001b]0;x\\u0007"\n' + _TRAINING
+    clips = _CLIPS.replace("/data", "/data\\\\\\u001b[2J\\nout = 1 # \\u007f")
+    done = migrate(_write(tmp_path, training, clips), tmp_path / "mine.toml", _FLUX)
+    for text in (done.text, *done.notes, *done.commands):
+        assert not {"\x1b", "\x07", "\x7f"} & set(text)
+    assert all("\n" not in line for line in (*done.notes, *done.commands))
+    assert done.text.count("\nout = ") == 1
+
+
+def test_a_command_is_split_and_not_run() -> None:
+    lines = [
+        "DIR=/models; NAME=mine",
+        "rm -rf $DIR",
+        "OTHER=$(id)",
+        "python x/train.py --a $DIR/w --b ${NAME} --c $OTHER --flag --list 1 2e-3 --e=f # --g",
+    ]
+    (words,) = reading.command_words(lines, ["train.py"])
+    assert reading.arguments_of(words) == {
+        "a": "/models/w",
+        "b": "mine",
+        "c": "$OTHER",
+        "flag": True,
+        "list": [1, 0.002],
+        "e": "f",
+    }
