@@ -53,7 +53,8 @@ from longtake.planner.memory import MetaStep, outline_step, static_memory
 from longtake.planner.record import Options
 from longtake.planner.solver import find_best, sweep_policies
 from longtake.run_dir import RunDirectory
-from longtake.training.build import build_state, compile_blocks
+from longtake.training.build import build_state
+from longtake.training.compiled import compile_blocks
 from longtake.training.session import Session, TrainingState
 from longtake.training.statistics import NormStats
 from longtake.training.step import apply_update, compute_gradients

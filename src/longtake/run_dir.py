@@ -81,6 +81,7 @@ EventKind = Literal[
     "memory_planned",
     "memory_measured",
     "threads_chosen",
+    "uncompiled",
     "sampled",
     "sampling_failed",
     "interrupted",

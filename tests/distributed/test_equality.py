@@ -30,7 +30,8 @@ from longtake.parallel.fsdp import full
 from longtake.parallel.mesh import World, arranged, join
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.plan import run_blocks
-from longtake.training.build import build_state, compile_blocks
+from longtake.training.build import build_state
+from longtake.training.compiled import compile_blocks
 from longtake.training.latent_cache import captions_of
 from longtake.training.statistics import NormStats, reduce_statistics
 from longtake.training.step import apply_update, compute_gradients, drop_undecodable

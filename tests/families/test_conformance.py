@@ -38,7 +38,7 @@ from longtake.planner.activation_checkpointing import POLICIES, options_of
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
 from longtake.planner.record import KEEP
-from longtake.training.build import compile_blocks
+from longtake.training.compiled import compile_blocks
 
 _BY_LENGTH = [row for row in ONE_OF_EACH if family(row.family).text.has_lengths]
 

@@ -17,7 +17,7 @@ from longtake.models.components import Components
 from longtake.models.numerics import Precision
 from longtake.models.objective import FlowBatch, flow_losses
 from longtake.planner.record import KEEP
-from longtake.training.build import compile_blocks
+from longtake.training.compiled import compile_blocks
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 

@@ -140,6 +140,8 @@ def test_a_compiled_block_multiplies_alike_without_a_break(kind: Quantization) -
     block = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).requires_grad_(False)
     quantize_linears(block, kind)
     inputs, found = torch.randn(2, 16, 64), []
+    alone = torch.compile(block, dynamic=False, fullgraph=True, backend="eager")
+    assert _relative(alone(inputs), block(inputs)) < 0.01  # no gradient: a LoRA's first block
     for call in (block, torch.compile(block, dynamic=False, fullgraph=True)):
         tokens = inputs.clone().requires_grad_()
         output = call(tokens)

@@ -24,6 +24,7 @@ from longtake.parallel.mesh import World, join
 from longtake.planner.batch_sizes import bucket_tokens
 from longtake.run_dir import RunDirectory
 from longtake.training import record
+from longtake.training.compiled import FAULTS
 from longtake.training.record import Recorder
 from longtake.training.saving import save_checkpoint
 from longtake.training.session import Session
@@ -131,6 +132,15 @@ def test_epochs_stages_and_checkpoints_are_events(small_recipe: Recipes) -> None
     assert epochs == [("a", 0, 0), ("b", 0, 2), ("c", 0, 3), ("c", 1, 5)]
     assert [e["step"] for e in events(recipe, "checkpoint")] == [2, 4, 6]
     assert [e["step"] for e in events(recipe, "finished")] == [6]
+
+
+def test_what_runs_uncompiled_is_an_event(
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FAULTS, "new", ["torch.compile cannot follow a line"])
+    recipe = small_recipe.trained("training.steps=2")
+    found = [(each["step"], each["message"]) for each in events(recipe, "uncompiled")]
+    assert found == [(0, "torch.compile cannot follow a line")]
 
 
 @pytest.fixture

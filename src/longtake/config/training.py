@@ -242,7 +242,7 @@ class TrainingSection(Section):
     """Precision of the arithmetic; master weights, optimizer and EMA stay in fp32."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each block (torch.compile): faster steps after a first one that takes minutes.
-    `auto`: on GPUs only."""
+    `auto`: on GPUs only, and a block that cannot be compiled runs as it is."""
     encode_ahead: bool | Literal["auto"] = "auto"
     """Without `data.cache`: encode the clips and captions of the next micro-batch on a separate
     CUDA stream while the model computes. Results are the same; it takes memory (`longtake plan`).

@@ -80,22 +80,26 @@ class LowBitProduct(torch.autograd.Function):
     """`product` of inputs [..., K] and a layer's weight; autograd keeps neither of them.
 
     `layer` gives the weight again in the backward pass: streaming may have overwritten it. While a
-    model is compiled, `stored` are the weight's codes and scales, which the compiler can follow.
+    model is compiled, `codes` and `scale` are the weight, which the compiler can follow.
     """
 
+    # Without `*stored`: where no gradient is wanted, torch 2.13's compiler would drop an argument.
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, layer: Any, *stored: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, inputs: Tensor, layer: Any, codes: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
         ctx.layer = layer
-        if layer is None:
-            ctx.save_for_backward(*stored)
-        codes, scale = stored or layer.stored()
+        if codes is None or scale is None:
+            codes, scale = layer.stored()
+        else:
+            ctx.save_for_backward(codes, scale)
         rows = inputs.reshape(-1, inputs.shape[-1])
         return product(rows, codes, scale).view(*inputs.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         codes, scale = ctx.saved_tensors if ctx.layer is None else ctx.layer.stored()
         rows = gradient.reshape(-1, gradient.shape[-1])
         of_inputs = product_gradient(rows, codes, scale).view(*gradient.shape[:-1], -1)
-        return of_inputs, *[None] * (len(ctx.needs_input_grad) - 1)
+        return of_inputs, None, None, None

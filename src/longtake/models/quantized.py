@@ -130,7 +130,8 @@ class QuantizedLinear(FrozenLinear):
         return _compiled_product(*given)
 
     def _multiplied(self, inputs: Tensor) -> Tensor:
-        weight = (None, *self.stored()) if torch.compiler.is_compiling() else (self,)
+        is_compiled = torch.compiler.is_compiling()
+        weight = (None, *self.stored()) if is_compiled else (self, None, None)
         made: Tensor = low_bit.LowBitProduct.apply(inputs, *weight)  # type: ignore[no-untyped-call]
         bias: Tensor | None = self.bias
         return made if bias is None else made + bias.to(made.dtype)

@@ -1,15 +1,10 @@
 """Builds model, frozen encoders and optimizers on every rank, and creates the run directory."""
 
-import logging
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
-import torch
 from torch import nn
-from torch.utils._triton import has_triton
 
 from longtake import errors, heartbeat
 from longtake.config import Bucket, Recipe
@@ -29,23 +24,15 @@ from longtake.models.components import (
 )
 from longtake.models.objective import Objective, build_objective, training_flops
 from longtake.models.streamed import StreamedBlocks
-from longtake.optim.build import build_optimizers, has_cpp_compiler
+from longtake.optim.build import build_optimizers
 from longtake.optim.update import Averages
-from longtake.parallel import attention_rules, collectives, context_parallel, equality, fsdp, mesh
-from longtake.planner import activation_checkpointing
+from longtake.parallel import collectives, context_parallel, equality, fsdp, mesh
 from longtake.planner.encoding import describe_tile
-from longtake.planner.plan import run_blocks
 from longtake.planner.record import KEEP, MemoryPlan, Options, is_streamed, quantization_of
 from longtake.run_dir import RunDirectory
 from longtake.training import latent_cache, runtime
 from longtake.training.inputs import InputQueue
 from longtake.training.session import Session, TrainingState
-
-_PROGRAMS_PER_SHAPE = 32
-"""Most programs that torch.compile may need for one shape of clips: one per kind of block and
-memory option, for the first block (whose input has no gradient) and for the others, for full and
-for smaller micro-batches."""
-_LIMIT_WARNING = "torch._dynamo hit config."
 
 
 def build_components(
@@ -284,101 +271,3 @@ def missing_vocabulary(run: RunDirectory, recipe: Recipe, loader: Loader) -> lis
             f"--set out={run.path}-2."
         )
     return [f"{path} is missing; the tokenizer is made again from the same captions"]
-
-
-# --- Compiled blocks --------------------------------------------------------------------------
-
-
-def refuse_missing_compiler(recipe: Recipe, device: torch.device) -> None:
-    """Refuse training.compile = true on a machine without the compilers that it needs."""
-    lacks = _missing_compiler(device)
-    if recipe.training.compile is True and lacks:
-        raise errors.RecipeError(
-            f"training.compile = true, but this machine has no {lacks}, which torch.compile needs. "
-            "Install it, or --set training.compile=false."
-        )
-
-
-def compiles_blocks(recipe: Recipe, device: torch.device) -> bool:
-    if recipe.training.compile == "auto":
-        return device.type == "cuda" and not _missing_compiler(device)
-    return recipe.training.compile
-
-
-def uncompiled(recipe: Recipe, device: torch.device) -> str:
-    """Return a warning if training.compile = "auto" leaves a GPU's blocks uncompiled; else ""."""
-    is_wanted = recipe.training.compile == "auto" and device.type == "cuda"
-    lacks = _missing_compiler(device) if is_wanted else ""
-    if not lacks:
-        return ""
-    return (
-        f"blocks run uncompiled, which is slower: this machine has no {lacks}, which torch.compile "
-        "needs. Install it, or set training.compile = false."
-    )
-
-
-def _missing_compiler(device: torch.device) -> str:
-    if device.type == "cuda" and not has_triton():
-        return "Triton for its GPUs"
-    return "" if has_cpp_compiler() else "C++ compiler (g++ or clang++)"
-
-
-def compile_blocks(options: Options, parts: Components, recipe: Recipe) -> None:
-    """Compile each block of a model, together with its activation checkpointing.
-
-    Call it before the model is sharded, since the gathering of weights cannot be compiled.
-    Recomputation is compiled with a block, because only the compiler knows which tensors are worth
-    saving, except where activations are offloaded, and around a streamed block, whose weights are
-    looked up again when it is recomputed. A streamed block that keeps its activations is not
-    compiled. A block with a graph break, such as at a user's module that reads values, is compiled
-    in pieces. Blocks of a family whose captions keep their own lengths are compiled for any length.
-    """
-    # Otherwise each length of a caption would be a program of its own, which takes minutes. The
-    # first length is one, too; a second makes torch compile for the sizes that differ.
-    dynamic = None if parts.family.text.has_lengths else False
-    config: Any = torch._dynamo.config
-    wanted = _PROGRAMS_PER_SHAPE * len(recipe.data.shapes())
-    if recipe.objective.kind != "flow_matching":  # passes without gradient, or without adapter
-        wanted *= 3
-    # By default torch stops to compile a function after 8 programs.
-    config.recompile_limit = max(config.recompile_limit, wanted)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, wanted)
-    # Cached compiled code contains the choice of attention kernels, which its key must thus have.
-    torch.compiler.config.cache_key_tag = attention_rules.fingerprint()
-    # Recomputing a block enters and leaves the mode around attention, which has no other effect.
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-    logging.getLogger("torch._dynamo.convert_frame").addFilter(_explain_limit)
-    names, streamed = dict(parts.model.named_modules()), streamed_by(recipe, options, parts)
-    run_by_torch = {}
-    for name, option in options.items():
-        block: Any = names[name]
-        if block in streamed:
-            # Otherwise views of weights would be saved, and would be gone in the backward pass.
-            if option.activations in activation_checkpointing.RECOMPUTED:
-                block.forward = torch.compile(block.forward, dynamic=dynamic)
-            if option.activations == "save-attention":  # attention is compiled, too
-                option = replace(option, activations="recompute")
-            run_by_torch[name] = option
-        elif option.activations in activation_checkpointing.OFFLOADED:
-            run_by_torch[name] = option
-            block.compile(dynamic=dynamic)
-        else:
-            block.forward = partial(
-                activation_checkpointing.run_block, option.activations, block.forward
-            )
-            block.compile(dynamic=dynamic)
-    run_blocks(run_by_torch, parts)
-
-
-def _explain_limit(record: logging.LogRecord) -> bool:
-    """Replace torch.compile's warning about its limit of programs by one that names recipe keys."""
-    if str(record.msg).startswith(_LIMIT_WARNING):
-        limit = torch._dynamo.config.recompile_limit
-        record.args = None
-        record.msg = (
-            f"torch.compile has made {limit} programs of one function, its limit. Blocks with "
-            "other inputs run uncompiled from now on, which is slower. Train with fewer shapes of "
-            "clips (data.buckets), or with a training.global_batch_size that "
-            "training.micro_batch_size divides."
-        )
-    return True

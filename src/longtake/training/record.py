@@ -28,6 +28,7 @@ from longtake.planner.profiler import measured, take_peak
 from longtake.planner.record import MeasuredStep
 from longtake.progress import step_progress
 from longtake.run_dir import skipped_batches
+from longtake.training import compiled
 from longtake.training.guard_runner import Decision
 from longtake.training.run_lease import refuse_lost
 from longtake.training.session import SampleLosses, Session
@@ -171,6 +172,9 @@ class Recorder:
         self._progress.update(metrics)
         if self._world.is_first:
             self._run.append_metrics(metrics)
+            while compiled.FAULTS.new:
+                message = compiled.FAULTS.new.pop(0)
+                self._run.append_event("uncompiled", step=statistics.step, message=message)
         self.compare_with_zero(losses, batch)
 
     def report_verdict(self, decision: Decision, report: str | None) -> None:

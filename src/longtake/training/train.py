@@ -42,6 +42,7 @@ from longtake.run_dir import EventKind, Parent, RunDirectory, beside
 from longtake.tracking import tracker, wandb
 from longtake.tracking.follower import Follower, tracking_follower
 from longtake.training import build, latent_cache, run_lease, runtime, samples, startup, statistics
+from longtake.training import compiled as compiling
 from longtake.training import parent as parents
 from longtake.training.guard_runner import GuardRunner
 from longtake.training.loop import LoopExit, train_steps
@@ -114,7 +115,7 @@ def train(
         join(recipe.training.device, recipe.parallel, records) as world,
     ):
         differences = _refuse_launch(recipe, world)
-        if build.compiles_blocks(recipe, world.device):
+        if compiling.compiles_blocks(recipe, world.device):
             runtime.keep_compiled_code()
         if world.device.type == "cpu":
             process.keep_freed_memory()
@@ -143,7 +144,7 @@ def _refuse_launch(recipe: Recipe, world: World) -> tuple[equality.RankDifferenc
     refuse_idle_ranks(recipe, world.data_size)
     refuse_missing_torchao(recipe.optimizer)
     tracker.refuse_missing_packages(recipe.tracking)
-    build.refuse_missing_compiler(recipe, world.device)
+    compiling.refuse_missing_compiler(recipe, world.device)
     return tuple(differences)
 
 
@@ -226,8 +227,8 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
     sample_flops = build.count_flops(parts, recipe, objective)  # before the weights are sharded
     threads.set_work(sample_flops, recipe.training.global_batch_size)
     # Before sharding: FSDP2's gathering of weights cannot be compiled.
-    if build.compiles_blocks(recipe, world.device):
-        build.compile_blocks(plan.options, parts, recipe)
+    if compiling.compiles_blocks(recipe, world.device):
+        compiling.compile_blocks(plan.options, parts, recipe)
     else:
         run_blocks(plan.options, parts)
     state = build.build_state(
@@ -265,7 +266,7 @@ def _check(session: Session, loader: Loader, threads: CpuThreads) -> list[str]:
         warnings.extend(check_data(history.plan, loader.catalogs, recipe.data, steps, trained))
 
     first_does(check, world)
-    compiler = build.uncompiled(recipe, world.device)
+    compiler = compiling.uncompiled(recipe, world.device)
     others = [wandb.missing_key(recipe.tracking), compiler, threads.difference()]
     return [*warnings, *filter(None, others), *map(str, session.differences)]
 
@@ -414,6 +415,7 @@ def _opened(built: BuiltRun, lease: Lease | None) -> Iterator[Training]:
         # save.
         process.StopSignal(process.STOP_SIGNALS, second="interrupt", answer=answer) as stop,
         runtime.refuse_out_of_memory(plan, recipe, built.state, world),
+        compiling.refuse_failed(),
         keep_saver(run, world, recipe.checkpoint, reach=reach, start=start) as saver,
         Recorder(session, lease, start, flops, peak_rate, predicted, tokens) as recorder,
     ):

@@ -1,29 +1,32 @@
 """Compiled blocks compute what the others do; a machine without a compiler is refused."""
 
 import copy
-import logging
 import math
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partialmethod
-from logging.handlers import BufferingHandler
+from functools import partial, partialmethod
+from typing import Any
 
 import pytest
 import torch
 from tests.build import MakeRecipe, block_names
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from longtake.errors import RecipeError
+from longtake.errors import ModelError, RecipeError
 from longtake.models.base import latent_shape
 from longtake.models.components import Components, assemble
 from longtake.models.conditioning import outline_conditioning
-from longtake.planner.activation_checkpointing import ACTIVATIONS
+from longtake.planner.activation_checkpointing import ACTIVATIONS, run_block
 from longtake.planner.record import Activations, BlockOption
-from longtake.training import build
-from longtake.training.build import (
+from longtake.training import compiled as compiling
+from longtake.training.compiled import (
+    FAULTS,
     compile_blocks,
     compiles_blocks,
+    refuse_failed,
     refuse_missing_compiler,
     uncompiled,
 )
@@ -63,7 +66,7 @@ def test_blocks_are_compiled_on_gpus_unless_the_recipe_says_otherwise(
     compiles: bool,
     warns: bool,
 ) -> None:
-    monkeypatch.setattr(build, "has_triton", lambda: has_triton)
+    monkeypatch.setattr(compiling, "has_triton", lambda: has_triton)
     recipe, place = small_recipe(f"training.compile={wanted}"), torch.device(device)
     refuse_missing_compiler(recipe, place)
     assert compiles_blocks(recipe, place) is compiles
@@ -94,21 +97,20 @@ def test_compiled_blocks_are_the_same_blocks(
 
 
 @pytest.fixture
-def torchs_warnings() -> Iterator[list[logging.LogRecord]]:
-    """What torch.compile warns of."""
-    logger, kept = logging.getLogger("torch._dynamo.convert_frame"), BufferingHandler(100)
-    kept.setLevel(logging.WARNING)
-    logger.addHandler(kept)
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is said of blocks that run uncompiled; torch's own limit is 8 programs."""
+    monkeypatch.setattr(FAULTS, "said", set())
+    monkeypatch.setattr(FAULTS, "new", [])
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=8):
-        yield kept.buffer
+    counters.clear()
+    with torch._dynamo.config.patch(recompile_limit=8, suppress_errors=False):
+        yield FAULTS.new
     torch._dynamo.reset()
-    logger.removeHandler(kept)
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
 def test_all_shapes_and_options_are_compiled(
-    tiny_flux: MakeRecipe, torchs_warnings: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+    tiny_flux: MakeRecipe, faults: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two kinds of blocks, two options, two shapes and two sizes of micro-batches.
 
@@ -134,12 +136,12 @@ def test_all_shapes_and_options_are_compiled(
             latents, sigmas = torch.randn(size, *shape), torch.full((size,), 0.5)
             inputs = {name: torch.zeros_like(each, device="cpu") for name, each in told.items()}
             parts.predict_velocity(latents, sigmas, inputs).sum().backward()  # type: ignore[no-untyped-call]
-    assert [record.getMessage() for record in torchs_warnings] == []
+    assert faults == []
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
 def test_blocks_are_compiled_with_their_modules(
-    tiny_flux: MakeRecipe, torchs_warnings: list[logging.LogRecord], monkeypatch: pytest.MonkeyPatch
+    tiny_flux: MakeRecipe, faults: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each in one graph, also where it is recomputed; one module changes all that it sees."""
     whole = partialmethod(nn.Module.compile, backend="eager", fullgraph=True)
@@ -169,11 +171,11 @@ def test_blocks_are_compiled_with_their_modules(
     found = dict(compiled.model.named_parameters())
     for name, parameter in plain.model.named_parameters():
         torch.testing.assert_close(found[name].grad, parameter.grad, rtol=1e-4, atol=1e-5)
-    assert [record.getMessage() for record in torchs_warnings] == []
+    assert faults == []
 
 
 def test_a_limit_that_is_hit_is_told_in_words_of_the_recipe(
-    small_recipe: MakeRecipe, torchs_warnings: list[logging.LogRecord]
+    small_recipe: MakeRecipe, faults: list[str]
 ) -> None:
     """Else blocks run uncompiled, and nobody knows why steps are slow."""
     recipe = small_recipe("training.compile=true")
@@ -182,9 +184,78 @@ def test_a_limit_that_is_hit_is_told_in_words_of_the_recipe(
     with torch._dynamo.config.patch(recompile_limit=1):
         for size in (2, 3):
             doubled(torch.ones(size))
-    [warning] = torchs_warnings
-    assert "has made 1 programs of one function, its limit" in warning.getMessage()
-    assert "data.buckets" in warning.getMessage()
+    [said] = faults
+    assert "has made 1 programs of one function, its limit" in said
+    assert "data.buckets" in said
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's compiler looks at .grad of what is no leaf
+def test_modules_that_look_up_weights_by_block_need_a_program_for_each(
+    tiny_flux: MakeRecipe, faults: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="eager"))
+    monkeypatch.setattr(compiling, "_PROGRAMS_PER_SHAPE", 1)
+    torch._dynamo.config.recompile_limit = 1
+    recipe = tiny_flux(
+        "training.compile=true",
+        "trainable.modules.own.module=tests.families.own_module:Scales",
+        "data.buckets=[{num_frames=1, height=32, width=32}]",
+    )
+    parts = assemble(recipe, ["a red disk"], None)
+    compile_blocks({name: BlockOption("keep") for name in block_names(parts)}, parts, recipe)
+    shape = latent_shape(parts.codec, recipe.data.buckets[0])
+    told = outline_conditioning(parts, recipe, recipe.data.buckets[0])
+    inputs = {name: torch.ones_like(each, device="cpu") for name, each in told.items()}
+    parts.predict_velocity(torch.randn(1, *shape), torch.full((1,), 0.5), inputs)
+    assert counters["stats"]["unique_graphs"] == len(block_names(parts))
+    assert faults == []
+
+
+class Reads(nn.Module):
+    """A block that reads a value."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens * 2 if float(tokens.detach().sum()) > 0 else tokens
+
+
+def test_a_block_that_reads_values_is_said_with_its_line(
+    small_recipe: MakeRecipe, faults: list[str]
+) -> None:
+    """Torch compiles it in pieces without a word, and one that is recomputed not at all."""
+    recipe = small_recipe()
+    compile_blocks({}, assemble(recipe, ["a red disk"], None), recipe)
+    block = torch.compile(partial(run_block, "recompute", Reads()), backend="eager")
+    for _ in range(2):
+        assert block(torch.ones(2, requires_grad=True)).sum() == 4
+    [said] = faults
+    assert re.match(r"torch.compile cannot follow .*test_compiled.py:\d+: Unsupported Tensor", said)
+    assert "training.compile = false" in said
+
+
+@pytest.mark.parametrize("wanted", ["auto", "true"])
+def test_what_cannot_be_compiled_runs_uncompiled_or_is_refused(
+    small_recipe: MakeRecipe, faults: list[str], wanted: str
+) -> None:
+    def fails(graph: object, inputs: object) -> Any:
+        raise NotImplementedError("no kernel for it")
+
+    recipe = small_recipe(f"training.compile={wanted}")
+    compile_blocks({}, assemble(recipe, ["a red disk"], None), recipe)
+    doubled: Any = torch.compile(torch.neg, backend=fails)
+    if wanted == "auto":
+        assert doubled(torch.ones(2)).tolist() == [-1, -1]
+        [said] = faults
+        assert "no kernel for it" in said
+        assert "uncompiled" in said
+    else:
+        remedy = r"no kernel for it.*--set training\.compile=false"
+        with pytest.raises(ModelError, match=remedy), refuse_failed():
+            doubled(torch.ones(2))
+
+
+def test_other_errors_are_not_the_compilers() -> None:
+    with pytest.raises(RuntimeError, match="of a step"), refuse_failed():
+        raise RuntimeError("of a step")
 
 
 def _gradients(parts: Components) -> dict[str, Tensor]:
