@@ -10,7 +10,7 @@ first:
   drawn on the GPU, the flow-matching loss in fp32, `clip_grad_norm_`, `torch.optim.AdamW` with its
   defaults, `zero_grad`; with and without diffusers' own gradient checkpointing
 - longtake: `compute_gradients`, the norms' sums, `apply_update` with fused AdamW; without
-  recompute, with the plan's best, and with compiled blocks
+  recompute, with the plan's best, and with compiled blocks; of these also what runs outside of them
 
 On several GPUs a last case shards Wan over them (the script starts itself by torchrun). After each
 row all results are written to benchmarks/results/gpu_train.md, so that an interrupted run keeps
@@ -29,13 +29,15 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from rich.console import Console
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from longtake import config
 from longtake.config import ParallelSection, Recipe
@@ -67,6 +69,10 @@ _TIMED = 4
 _LEAST_SECONDS = {"eager": 25.0, "compiled": 90.0, "case": 30.0}
 """Minimum time that must be left to begin another."""
 _ROW = "row: "
+_OUTSIDE = "outside: "
+_MOST_SHARES = 12
+_COMPILED = ("Torch-Compiled Region", "CompiledFunctionBackward")
+"""Beginnings of the profiler's names for compiled code, forward and backward."""
 _NOTHING = """# Training steps on a GPU
 
 `python benchmarks/gpu_train.py`
@@ -169,8 +175,11 @@ def main() -> None:
         for name in asked.only:
             cases = (_TINY if asked.tiny else _CASES)[name]
             if kind < len(cases) and until - time.monotonic() > _LEAST_SECONDS["case"]:
-                for row in _in_own_process(name, kind, until, asked):
-                    report.add(cases[kind].name, row)
+                for found in _in_own_process(name, kind, until, asked):
+                    if isinstance(found, Row):
+                        report.add(cases[kind].name, found)
+                    else:
+                        report.add_shares(cases[kind].name, found)
     if asked.tiny or torch.cuda.device_count() > 1:
         for row in _on_all_gpus(asked.tiny, until):
             report.add("Wan, sharded", row)
@@ -193,7 +202,13 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def _in_own_process(name: str, kind: int, until: float, asked: argparse.Namespace) -> Iterator[Row]:
+Shares = dict[str, float]
+"""Share of a step's time by operation, of those outside of compiled blocks."""
+
+
+def _in_own_process(
+    name: str, kind: int, until: float, asked: argparse.Namespace
+) -> Iterator[Row | Shares]:
     """The rows of a case, as its process prints them; the reason if it ends early."""
     minutes = (until - time.monotonic()) / 60
     command = [sys.executable, __file__, "--case", name, str(kind), "--minutes", f"{minutes:.3f}"]
@@ -205,6 +220,8 @@ def _in_own_process(name: str, kind: int, until: float, asked: argparse.Namespac
         for line in process.stdout:
             if line.startswith(_ROW):
                 yield Row(*json.loads(line.removeprefix(_ROW)))
+            elif line.startswith(_OUTSIDE):
+                yield json.loads(line.removeprefix(_OUTSIDE))
             else:
                 print(line, end="", flush=True)  # noqa: T201
     if process.returncode:
@@ -226,10 +243,21 @@ class _Report:
     def __init__(self, is_tiny: bool) -> None:
         self._is_tiny = is_tiny
         self._rows: list[tuple[str, Row]] = []
+        self._outside: list[str] = []
 
     def add(self, case: str, row: Row) -> None:
         self._rows.append((case, row))
-        print(_cells(case, row), flush=True)  # noqa: T201
+        self._write([_cells(case, row)])
+
+    def add_shares(self, case: str, shares: Shares) -> None:
+        whole = f"| {case} | all | {sum(shares.values()):.1%} |"
+        most = sorted(shares.items(), key=lambda each: -each[1])[:_MOST_SHARES]
+        new = [whole, *(f"| {case} | `{name}` | {share:.2%} |" for name, share in most)]
+        self._outside += new
+        self._write(new)
+
+    def _write(self, new: Sequence[str]) -> None:
+        print("\n".join(new), flush=True)  # noqa: T201
         if not self._is_tiny:
             _RESULTS.write_text("\n".join(self._lines()) + "\n", encoding="utf-8")
 
@@ -241,6 +269,11 @@ class _Report:
         yield "| model and clips | step | seconds | tokens/s | MFU | peak GiB | |"
         yield "|---|---|---|---|---|---|---|"
         yield from (_cells(case, row) for case, row in self._rows)
+        if self._outside:
+            yield from ("", "## Outside of compiled blocks", "")
+            yield "Time of the GPU's kernels by the operation that starts them, of one step."
+            yield from ("", "| model and clips | operation | share |", "|---|---|---|")
+            yield from self._outside
 
 
 def _cells(case: str, row: Row) -> str:
@@ -299,7 +332,9 @@ def _measured(case: Case, until: float, asked: argparse.Namespace) -> Iterator[R
         for name, options in fitting[:1]:
             assert options is not None
             compile_blocks(options, step.components, step.recipe)
-            yield _ours(f"longtake, {name}, compiled", {}, bench)  # they run by the options already
+            # The blocks run by their options already.
+            yield _ours(f"longtake, {name}, compiled", {}, bench)
+            _print_outside(bench)
     del state, step, bench
     gc.collect()
     if not asked.tiny:
@@ -374,8 +409,12 @@ def _step_flops(recipe: Recipe, step: MetaStep) -> float:
 
 def _ours(name: str, options: Options | None, bench: Bench) -> Row:
     """The step of longtake's loop, from a batch to the update."""
-    session, state = bench.session, bench.state
     _run_by(options or {}, bench)
+    return _row(name, _step_of(bench), bench)
+
+
+def _step_of(bench: Bench) -> Callable[[], None]:
+    session, state = bench.session, bench.state
     model = state.components.model
     norms_of = NormStats(model, state.components.family.blocks(model), bench.world)
 
@@ -385,7 +424,30 @@ def _ours(name: str, options: Options | None, bench: Bench) -> Row:
         with norms_of.track_update():
             apply_update(session, state, norms.grad_norm, 1.0, bench.batch.position)
 
-    return _row(name, one, bench)
+    return one
+
+
+def _print_outside(bench: Bench) -> None:
+    """Print the share of a step's time by operation, of those outside of compiled blocks."""
+    one, is_cuda = _step_of(bench), bench.world.device.type == "cuda"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+    for _ in range(2):  # the first one has the profiler's own beginning in it
+        with profile(activities=kinds) as seen:
+            one()
+            _wait(bench.world.device)
+    total, outside = 0.0, Counter[str]()
+    for event in seen.events() or ():
+        # On a GPU each kernel belongs to the innermost operation that has started it.
+        spent = sum(kernel.duration for kernel in event.kernels)
+        spent = spent if is_cuda else event.self_cpu_time_total
+        total += spent
+        above: Any = event
+        while above is not None and not above.name.startswith(_COMPILED):
+            above = above.cpu_parent
+        if above is None:
+            outside[event.name] += spent
+    shares = {name: spent / total for name, spent in outside.items() if spent}
+    print(f"{_OUTSIDE}{json.dumps(shares)}", flush=True)  # noqa: T201
 
 
 def _diffusers_step(bench: Bench, options: Options) -> Callable[[], None]:
