@@ -131,6 +131,11 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "leave one of them out; checkpoint.minutes also saves in between.",
         ),
         (
+            "sampling.at_start=true",
+            "sampling.at_start also samples before the first step, but sampling.every is unset, so "
+            "nothing is sampled in training; set sampling.every, such as 500.",
+        ),
+        (
             "sampling={every=10, every_epochs=2}",
             "sampling.every = 10 steps and sampling.every_epochs = 2 both say when to sample: "
             "leave one of them out.",

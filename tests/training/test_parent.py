@@ -1,7 +1,9 @@
 """A run that begins with the weights of another one."""
 
 import shlex
+import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from longtake.checkpoint.files import find_parent
 from longtake.config import Recipe
 from longtake.errors import CheckpointError, LongtakeError, RecipeError, RunError
 from longtake.run_dir import Parent, RunDirectory
+from longtake.sampling.sampler import load_sampler
 from longtake.training.train import train
 
 _SHORT = ("training.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=0")
@@ -68,6 +71,20 @@ def test_an_average_that_the_parent_lacks_begins_with_its_weights(
     for name, value in main.items():
         expected = torch.lerp(average[name].float(), before[name].float(), share)
         torch.testing.assert_close(value.float(), expected)
+
+
+def test_step_0_is_the_parents_weights_as_long_as_they_are_there(
+    small_recipe: Recipes,
+) -> None:
+    parent, recipe = small_recipe.trained(*_SHORT, name="parent"), small_recipe(*_STILL)
+    train(recipe, QUIET, parent=_from(parent))
+    for ema, weights in ((False, "model"), (True, "ema/main")):
+        found = load_sampler(recipe.out, step=0, ema=ema, device="cpu").components.model
+        assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+        assert_equal(dict(found.state_dict()), saved(parent, 2, weights))
+    shutil.rmtree(RunDirectory(parent.out).checkpoint_path(2))
+    with pytest.raises(CheckpointError, match=r"began with .*step_00000002, which is not there"):
+        load_sampler(recipe.out, step=0, device="cpu")
 
 
 def test_a_run_that_was_killed_before_its_first_checkpoint_begins_there_again(

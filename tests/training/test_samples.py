@@ -23,7 +23,9 @@ from longtake.optim.update import Averages
 from longtake.process import StopSignal
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import own_name
-from longtake.sampling.sampler import Sampler
+from longtake.sampling.presets import find_preset
+from longtake.sampling.sampler import Sampler, load_sampler
+from longtake.sampling.videos import sample_preset
 from longtake.training.saving import is_sampled_after
 from longtake.training.train import train
 
@@ -76,7 +78,7 @@ def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled
     small_recipe: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = small_recipe.trained("training.compile=false", name="plain")
-    recipe, phases = small_recipe(*_EVERY), set[str]()
+    recipe, phases = small_recipe(*_EVERY, "sampling.at_start=true"), set[str]()
     sample = SampleEvaluator.__call__
 
     def watched(*given: Any) -> Scores:
@@ -90,10 +92,17 @@ def test_the_training_is_bitwise_the_same_and_no_server_repeats_what_was_sampled
     assert phases == {"sampling"}
 
     run = RunDirectory(recipe.out)
-    assert [each["step"] for each in events(recipe, "sampled")] == [4, 8, 12]
+    assert [each["step"] for each in events(recipe, "sampled")] == [0, 4, 8, 12]
     assert run.checkpoint_steps() == [4, 6, 8, 12]
-    assert [each["step"] for each in _results(recipe)] == [4, 8, 12]
+    assert [each["step"] for each in _results(recipe)] == [0, 4, 8, 12]
     assert [each["step"] for each in _serve(run).evaluated] == [6]
+
+    # What the run began with is sampled by itself as `longtake sample --step 0` does.
+    start, preset = load_sampler(recipe.out, step=0, device="cpu"), find_preset(recipe, "tiny")
+    assert start.weights == "ema/main"
+    for made in sample_preset(start, preset, tmp_path, lambda *_: None):
+        in_training = run.evaluation_path("tiny", 0) / made.path.name
+        assert in_training.read_bytes() == made.path.read_bytes()
 
     # What a server makes of the same checkpoint: the same files, bit for bit.
     kept = tmp_path / "kept"

@@ -52,7 +52,10 @@ Ema = Annotated[
 ]
 Profile = Annotated[str | None, typer.Option(help="Name of the EMA profile [default: the first].")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
-AtStep = Annotated[int | None, typer.Option(help="Step of the checkpoint [default: the newest].")]
+AtStep = Annotated[
+    int | None,
+    typer.Option(help="Step of the checkpoint; 0: the run's beginning [default: the newest]."),
+]
 OtherExpert = Annotated[
     Path | None,
     typer.Option(

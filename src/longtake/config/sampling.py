@@ -52,6 +52,9 @@ class SamplingSection(Section):
     every_epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Instead of `every`: number of epochs between such samplings, counted in each stage, at whose
     end the presets are sampled too."""
+    at_start: bool = False
+    """Also sample the presets before the first step, and measure the held-out loss, to compare with
+    what the run began with. Needs `every` or `every_epochs`."""
     presets: Annotated[tuple[SectionName, ...], FromList] = ()
     """Presets to sample during training. Unset: those of `evaluation.run`, else all in the recipe,
     else `default`."""
@@ -62,6 +65,11 @@ class SamplingSection(Section):
             raise ValueError(
                 f"sampling.every = {self.every} steps and sampling.every_epochs = "
                 f"{self.every_epochs} both say when to sample: leave one of them out"
+            )
+        if self.at_start and not self.in_training:
+            raise ValueError(
+                "sampling.at_start also samples before the first step, but sampling.every is "
+                "unset, so nothing is sampled in training; set sampling.every, such as 500"
             )
         if self.presets and not self.in_training:
             raise ValueError(

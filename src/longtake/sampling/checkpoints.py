@@ -7,7 +7,8 @@ from torch import nn
 
 from longtake.checkpoint import files, store
 from longtake.errors import CheckpointError
-from longtake.models import trainable
+from longtake.models import lora_files, trainable
+from longtake.models.components import Components
 from longtake.run_dir import RunDirectory
 
 
@@ -30,6 +31,33 @@ def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: froz
         )
     store.load_parts(checkpoint, {weights: state})
     trainable.load_trained(model, state)
+
+
+def load_start(run: RunDirectory, parts: Components, weights: str, trained: frozenset[str]) -> None:
+    """Give a model that was just built the weights with which its run began.
+
+    Averages began with the same. Random weights and new LoRA follow from the recipe's seed, so that
+    the model has them already.
+
+    Raises:
+        CheckpointError: the run began with a checkpoint of another run, which is gone.
+        ModelError: the LoRA file of `trainable.init_from` cannot be read.
+    """
+    recipe, parent = run.recipe(), run.record().get("parent")
+    if parent is not None:
+        checkpoint = RunDirectory(Path(parent["path"])).checkpoint_path(parent["step"])
+        if not (checkpoint / "COMMITTED").exists():
+            raise CheckpointError(
+                f"{run.path} began with {checkpoint}, which is not there any more, so its first "
+                "weights cannot be sampled. Restore that checkpoint, or name a later step."
+            )
+        has_them = (checkpoint / weights).is_dir()
+        load_weights(checkpoint, weights if has_them else "model", parts.model, trained)
+    elif recipe.trainable.init_from is not None:
+        stored = lora_files.read_lora(
+            recipe.trainable.init_from, parts.model, parts.family, recipe.model.expert
+        )
+        lora_files.load_lora(stored, parts.model)
 
 
 def find_run(path: Path) -> RunDirectory:

@@ -49,6 +49,11 @@ def own_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"
 
 
+START = "start"
+"""Key of the weights with which a run began."""
+_START_FOLDER = "step_00000000"
+
+
 @dataclass(frozen=True)
 class EvaluationTask:
     """An evaluation to do: a checkpoint to sample and measure with a preset (prompts, settings)."""
@@ -122,15 +127,24 @@ class CommittedWeights:
 def checkpoint_key(checkpoint: Path, weights: str) -> str | None:
     """Return a key of a checkpoint's weights: 8 hex digits over their files' checksums.
 
-    None if COMMITTED cannot be read, or lists no such weights.
+    None if COMMITTED cannot be read, or lists no such weights. A run's start, of which there is no
+    checkpoint, has one key: it never changes.
     """
+    if _is_start(checkpoint):
+        return START
     return CommittedWeights.read(checkpoint / "COMMITTED").keys.get(weights)
 
 
 def find_damage(checkpoint: Path, weights: str, *, checksums: bool) -> str | None:
+    if _is_start(checkpoint):
+        return None
     parts = (f"{weights}/", "trainer.json")
     damages = (files.find_damage(checkpoint, checksums=checksums, within=part) for part in parts)
     return next((each for each in damages if each), None)
+
+
+def _is_start(checkpoint: Path) -> bool:
+    return checkpoint.name == _START_FOLDER and not checkpoint.exists()
 
 
 class NotHereError(errors.PlanError):

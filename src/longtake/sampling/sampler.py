@@ -28,7 +28,7 @@ from longtake.models.conditioning import fps_of, guidance_of
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling import preset_files
-from longtake.sampling.checkpoints import find_checkpoint, find_run, load_weights
+from longtake.sampling.checkpoints import find_checkpoint, find_run, load_start, load_weights
 from longtake.sampling.other_expert import load_other, other_bytes, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, weights_to_sample
 from longtake.trust import refuse_foreign_code
@@ -587,7 +587,7 @@ class SamplerLoader:
         run: run whose checkpoints are sampled.
         device: `cpu`, `cuda`, one GPU such as `cuda:1`, or `auto`: the GPU with the most free
             memory, or the CPU if no GPU has enough.
-        trust: run code that the run names, even if another user began it.
+        trust: run code that the run names, even of another user.
         exact: build quantised layers in full precision, to export them.
         other_expert: see `load_other`; None: `sampling.other_expert`.
         with_other: load the transformer that the run does not train, if its release has two.
@@ -595,8 +595,7 @@ class SamplerLoader:
     Raises:
         RunError: there is no run, or it names code and another user began it.
         RecipeError: the recipe's parts do not fit together, or there is no such device.
-        ModelError: a frozen part cannot be loaded.
-        PlanError: the weights of one part exceed the GPU's memory.
+        ModelError, PlanError: a frozen part cannot be loaded, or exceeds the GPU's memory.
     """
 
     def __init__(
@@ -644,20 +643,28 @@ class SamplerLoader:
     def load(self, checkpoint: Path, weights: str) -> Sampler:
         """Return a sampler with a checkpoint's weights; it invalidates the one returned before.
 
-        Only those weights and trainer.json need exist in the checkpoint. After an error another
-        checkpoint can be loaded.
+        Only they and trainer.json need exist in it. After an error another one can be loaded.
 
         Raises:
             CheckpointError: the checkpoint is incomplete, damaged, or of another model.
         """
         trainer = files.load_trainer(checkpoint, files.SampledTrainer)
         load_weights(checkpoint, weights, self.components.model, self._trained)
+        return self._sampler(trainer["global_step"], trainer["precision"], weights)
+
+    def load_start(self, weights: str) -> Sampler:
+        """Return a sampler with the run's first weights; call it before `load`."""
+        load_start(self.run, self.components, weights, self._trained)
+        precision = numerics.choose_precision(self.recipe.training.precision, self.device)
+        return self._sampler(0, precision, weights)
+
+    def _sampler(self, step: int, precision: numerics.Precision, weights: str) -> Sampler:
         return Sampler(
             self.components,
             self.recipe,
-            trainer["global_step"],
+            step,
             self.device,
-            trainer["precision"],
+            precision,
             weights,
             self._memory,
             self._prompts,
@@ -672,23 +679,22 @@ def load_sampler(
     profile: str | None = None,
     **options: Any,
 ) -> Sampler:
-    """Load a sampler from a run directory, or from a checkpoint's folder.
-
-    Only the weights and trainer.json need exist in the checkpoint.
+    """Load a sampler.
 
     Args:
-        path: folder of the run or checkpoint.
-        step: step of the run's checkpoint; None: the newest.
+        path: folder of a run or of a checkpoint.
+        step: step of the run's checkpoint; None: the newest; 0: what the run began with.
         ema: sample averaged weights; None: if the run keeps any.
         profile: EMA profile of the averages; None: the first.
         options: `device` and the further arguments of `SamplerLoader`.
 
     Raises:
         RunError: there is no run, or it names code and another user began it.
-        RecipeError: the run keeps no such average.
-        CheckpointError: there is no whole checkpoint, or it is damaged.
+        RecipeError, CheckpointError: there is no such average, or no whole checkpoint.
     """
-    recipe = find_run(path).recipe()
-    weights = weights_to_sample(recipe, ema=ema, profile=profile)
+    run = find_run(path)
+    weights = weights_to_sample(run.recipe(), ema=ema, profile=profile)
+    if step == 0 and run.path == path and 0 not in run.checkpoint_steps():
+        return SamplerLoader(run, **options).load_start(weights)
     run, checkpoint = find_checkpoint(path, step, weights)
     return SamplerLoader(run, **options).load(checkpoint, weights)

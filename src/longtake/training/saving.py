@@ -85,10 +85,13 @@ def save_if_due(
 
 
 def is_sampled_after(training: Training, batch: int, *, is_last: bool) -> bool:
-    """Return True if the recipe samples its presets after a batch, the newest that was trained."""
+    """Return True if the recipe samples its presets after a batch, the newest that was trained.
+
+    At step 0 no batch was trained.
+    """
     section, step = training.session.recipe.sampling, training.state.global_step
     if not section.in_training or step == 0:
-        return False
+        return section.at_start
     if section.every is not None:
         return is_last or step % section.every == 0
     return is_last or _ends_epoch(training, batch, section.every_epochs or 1)
