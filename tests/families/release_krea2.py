@@ -15,12 +15,12 @@ _LENGTH = 48
 """Tokens of a text, the five that end the template included."""
 
 
-def language_model(words: Any, layers: int = 36) -> Any:
-    """Qwen3-VL with its vision tower, which text alone does not use."""
+def language_config(words: Any, width: int = _WIDTH, layers: int = 36) -> Any:
+    """Of Qwen3-VL with its vision tower, which text alone does not use."""
     ids = words.convert_tokens_to_ids
     text = transformers.Qwen3VLTextConfig(
         vocab_size=len(words),
-        **encoder_sizes(_WIDTH, 8, layers),
+        **encoder_sizes(width, 8, layers),
         num_key_value_heads=1,
         head_dim=8,
         rope_parameters={"rope_type": "default", "mrope_section": [2, 1, 1]},
@@ -31,19 +31,17 @@ def language_model(words: Any, layers: int = 36) -> Any:
         "hidden_size": 16,
         "intermediate_size": 16,
         "num_heads": 2,
-        "out_hidden_size": _WIDTH,
+        "out_hidden_size": width,
         "deepstack_visual_indexes": [0],
         "num_position_embeddings": 16,
     }
-    return transformers.Qwen3VLModel(
-        transformers.Qwen3VLConfig(
-            text_config=text.to_dict(),
-            vision_config=vision,
-            image_token_id=ids("<|image_pad|>"),
-            video_token_id=ids("<|video_pad|>"),
-            vision_start_token_id=ids("<|vision_start|>"),
-            vision_end_token_id=ids("<|vision_end|>"),
-        )
+    return transformers.Qwen3VLConfig(
+        text_config=text.to_dict(),
+        vision_config=vision,
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
     )
 
 
@@ -82,7 +80,7 @@ def make(folder: Path, *, is_distilled: bool = False, **settings: Any) -> None:
     diffusers.Krea2Pipeline(
         scheduler=scheduler(),
         vae=release_qwen_image.autoencoder(),
-        text_encoder=language_model(words),
+        text_encoder=transformers.Qwen3VLModel(language_config(words)),
         tokenizer=words,
         transformer=transformer(),
         is_distilled=is_distilled,

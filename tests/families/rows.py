@@ -7,6 +7,7 @@ from tests.families import (
     release_krea2,
     release_ltx2,
     release_qwen_image,
+    release_qwen_image21,
     release_qwen_image_edit,
     release_wan,
     release_z_image,
@@ -25,6 +26,7 @@ ROWS = (
     *release_krea2.ROWS,
     *release_qwen_image.ROWS,
     *release_qwen_image_edit.ROWS,
+    *release_qwen_image21.ROWS,
 )
 
 

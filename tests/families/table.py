@@ -33,6 +33,8 @@ _RELEASES = {
     "Krea 2 Turbo": "krea/Krea-2-Turbo",
     "Krea 2": "krea/Krea-2-Raw",
     "Qwen-Image": "Qwen/Qwen-Image",
+    "Qwen-Image 2.1": "Qwen/Qwen-Image-2.1",
+    "Qwen-Image 2.1, references": "Qwen/Qwen-Image-2.1",
     "Qwen-Image-Edit": "Qwen/Qwen-Image-Edit",
     "Qwen-Image-Edit-2509": "Qwen/Qwen-Image-Edit-2509",
     "Qwen-Image-Edit-2511": "Qwen/Qwen-Image-Edit-2511",

@@ -18,6 +18,7 @@ _FLUX = {"_class_name": "FluxTransformer2DModel", "in_channels": 64, "out_channe
 _QWEN = {"_class_name": "QwenImageTransformer2DModel", "in_channels": 64, "out_channels": 16}
 _HUNYUAN = {"_class_name": "HunyuanVideo15Transformer3DModel"}
 _LTX = {"_class_name": "LTX2VideoTransformer3DModel"}
+_QWEN21 = {"_class_name": "QwenImage21Transformer2DModel"}
 _KREA = {"_class_name": "Krea2Transformer2DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
@@ -62,6 +63,7 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("LTX2Pipeline", _LTX | {"use_prompt_embeddings": False}, {}, "ltx2", "LTX-2.3, from text"),
     ("LTX2ImageToVideoPipeline", _LTX, {}, "ltx2", "LTX-2, from a first frame"),
     ("ZImagePipeline", {"_class_name": "ZImageTransformer2DModel"}, {}, "z_image", "Z-Image"),
+    ("QwenImage21Pipeline", _QWEN21, {"sample_sigmas": None}, "qwen_image21", "Qwen-Image 2.1"),
     ("Krea2Pipeline", _KREA, {"is_distilled": True}, "krea2", "Krea 2 Turbo"),
     ("Krea2Pipeline", _KREA, {"is_distilled": False}, "krea2", "Krea 2"),
 ]
@@ -101,6 +103,12 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
         ("Flux2KleinKVPipeline", {"_class_name": "Flux2Transformer2DModel"}, {}, "FLUX.2 klein KV"),
         ("MiniMaxH3ModularPipeline", {}, {}, "MiniMax H3"),
         ("QwenImageLayeredPipeline", _QWEN, {}, "Qwen-Image-Layered"),
+        (
+            "QwenImage21Pipeline",
+            _QWEN21,
+            {"sample_sigmas": [1.0, 0.7]},
+            r"a Qwen-Image 2\.1 distilled",
+        ),
         (None, _QWEN | {"use_layer3d_rope": True}, {}, "Qwen-Image-Layered"),
         ("ZImageOmniPipeline", {"_class_name": "ZImageTransformer2DModel"}, {}, "Z-Image Omni"),
         ("WanVACEPipeline", {"_class_name": "WanVACETransformer3DModel"}, {}, "Wan VACE"),

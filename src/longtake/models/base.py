@@ -38,6 +38,7 @@ FAMILIES = {
     "krea2": "longtake.models.krea2:Krea2",
     "ltx2": "longtake.models.ltx2:LTX2",
     "qwen_image": "longtake.models.qwen_image:QwenImage",
+    "qwen_image21": "longtake.models.qwen_image21:QwenImage21",
     "qwen_image_edit": "longtake.models.qwen_image_edit:QwenImageEdit",
     "qwen_image_edit_plus": "longtake.models.qwen_image_edit:QwenImageEditPlus",
     "tubelet": "longtake.models.tubelet:Tubelet",
@@ -89,14 +90,15 @@ class BlockInputs:
 
     tokens: Tensor
     """Tokens [B, T, D] of the main stream: the noisy image's, then its references' (FLUX,
-    Qwen-Image), or the caption's, then the clip's (tubelet, Krea 2, FLUX.2's single blocks)."""
+    Qwen-Image), or the caption's, then the clip's (tubelet, Krea 2, Qwen-Image 2.1, FLUX.2's single
+    blocks)."""
     text: Tensor | None
     """Tokens [B, T', D] of FLUX's second stream, or of the text that Wan attends to; None if the
     block gets neither."""
     temb: Tensor | None
-    """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Krea 2 [B, 1, 6 D], in
-    Qwen-Image-Edit-2511 [2 B, D] with that of the references last; None for blocks without it, such
-    as Z-Image's `context_refiner`."""
+    """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Krea 2 [B, 1, 6 D], in Qwen-Image 2.1
+    [B + 1, 4 D] with that of the text last, in Qwen-Image-Edit-2511 [2 B, D] with that of the
+    references last; None for blocks without it, such as Z-Image's `context_refiner`."""
     rope: Any
     """Tables of rotary position embeddings: (cosines, sines), in Qwen-Image complex rotations of
     (images, text); None for models without them."""

@@ -223,7 +223,8 @@ class AutoencoderCodec(_Autoencoder):
         known = range(1, bucket.num_frames + self.chunk * (patch[0] + 1), self.chunk)
         whole = [number for number in known if self._latent_frames(number) % patch[0] == 0]
         num_frames = min(whole or known, key=lambda number: abs(number - bucket.num_frames))
-        _refuse_odd(bucket, num_frames, self._spatial, patch, f" and {self.chunk} n + 1 frames")
+        of_frames = f" and {self.chunk} n + 1 frames" if self.chunk > 1 else ""
+        _refuse_odd(bucket, num_frames, self._spatial, patch, of_frames)
         frames = self._latent_frames(bucket.num_frames)
         return frames, bucket.height // self._spatial, bucket.width // self._spatial
 
@@ -306,6 +307,46 @@ class ScaledVideoCodec(AutoencoderCodec):
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config: Any = self.autoencoder.config
         return like.new_zeros(()), like.new_full((), 1 / config["scaling_factor"])
+
+
+class RgbaCodec(AutoencoderCodec):
+    """Codec that encodes opaque frames one by one by a frozen `AutoencoderKLQwenImage21`.
+
+    Its pixels have a fourth channel, of opacity. Decoded ones are shown on white, as the pipeline
+    shows them to its text encoder. Tiles are of 256 x 256 pixels, diffusers' default.
+    """
+
+    chunk = 1
+
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
+        # Past AutoencoderCodec's constructor, which reads the compression of time.
+        _Autoencoder.__init__(self, autoencoder, is_pretrained)
+        config = autoencoder.config
+        self.channels = config["z_dim"]
+        self._mean, self._std = (_per_channel(config, f"latents_{n}") for n in ("mean", "std"))
+        # Each stage but the last halves rows and columns.
+        self._spatial = (config.get("patch_size") or 1) * 2 ** (len(config["dim_mult"]) - 1)
+        self._temporal = 1
+
+    @staticmethod
+    def complete_config(
+        known: Mapping[str, Any], config: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        """Complete the autoencoder's arguments with statistics of latents, which it has none of."""
+        channels = {**known, **config}["z_dim"]
+        return {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels} | config
+
+    def encode(self, videos: Tensor) -> Tensor:
+        pixels = _to_unit_range(videos).transpose(1, 2).flatten(0, 1)[:, :, None]
+        latents = super().encode(F.pad(pixels, (0, 0, 0, 0, 0, 0, 0, 1), value=1.0))
+        return _by_clip(latents[:, :, 0], len(videos))
+
+    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+        frames = latents.transpose(1, 2).flatten(0, 1)[:, :, None]
+        decoded = super().decode(frames, tiles=tiles)[:, :, 0]
+        colours, opacity = decoded[:, :3].float(), decoded[:, 3:].float() / 255
+        shown = (colours * opacity + 255 * (1 - opacity)).round().to(torch.uint8)
+        return _by_clip(shown, len(latents))
 
 
 class ImageCodec(_Autoencoder):
@@ -422,6 +463,7 @@ _CODECS: dict[str, Any] = {
     "AutoencoderKL": ImageCodec,
     "AutoencoderKLFlux2": PatchedImageCodec,
     "AutoencoderKLLTX2Video": LTX2Codec,
+    "AutoencoderKLQwenImage21": RgbaCodec,
     "AutoencoderKLHunyuanVideo15": ScaledVideoCodec,
 }
 """Codec classes by the class of the diffusers autoencoder; any other is wrapped as Wan's."""

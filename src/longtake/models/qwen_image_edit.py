@@ -23,7 +23,7 @@ from longtake.models import base, diffusers_family, pretrained, qwen_image
 from longtake.models.codec import Codec, encode_videos
 from longtake.models.text import TextEncoder
 
-_MORE_REFERENCES = tuple(f"reference_{number}" for number in range(2, 10 + 1))
+MORE_REFERENCES = tuple(f"reference_{number}" for number in range(2, 10 + 1))
 _AREA = 1024 * 1024  # pixels of a reference
 _SMALL_AREA = 384 * 384
 
@@ -54,21 +54,17 @@ class EditText(qwen_image.QwenText):
         longest = max_tokens + self.picture_tokens(pipeline.processor, sizes)
         texts = []
         for row, caption in enumerate(captions):
-            seen = [_resize(each[row], self.seen_area) for each in pictures.values()]
+            seen = [self.resized(each[row]) for each in pictures.values()]
             embeds, _ = pipeline.encode_prompt(caption, seen)
             texts.append(embeds[0, :longest])
         return diffusers_family.pad_texts(texts, longest)
 
-    def load_processor(self, where: str, subfolder: str) -> Any:
-        import transformers
+    def resized(self, picture: Tensor) -> Image.Image:
+        """Return a picture [3, 1, H, W] uint8 as the text encoder sees it."""
+        return _resize(picture, self.seen_area)
 
-        # Older transformers releases call the PIL-based processor `Qwen2VLImageProcessor`.
-        by_pil = getattr(transformers, "Qwen2VLImageProcessorPil", None)
-        loaded = by_pil or transformers.Qwen2VLImageProcessor, transformers.AutoTokenizer
-        parts = [pretrained.load_pretrained(each, where, subfolder) for each in loaded]
-        processor = _processor_class()(*parts, None)
-        processor.folder = pretrained.locate(where, subfolder) / subfolder
-        return processor
+    def load_processor(self, where: str, subfolder: str) -> Any:
+        return load_processor("Qwen2VLProcessor", where, subfolder)
 
     def picture_tokens(self, processor: Any, sizes: Sequence[tuple[int, int]]) -> int:
         images, tokens = processor.image_processor, 0
@@ -125,11 +121,32 @@ def _with_token_types(encoder: Any, args: Any, given: dict[str, Any]) -> Any:
     return args, given | {"mm_token_type_ids": types}
 
 
-@functools.cache
-def _processor_class() -> Any:
+def load_processor(class_name: str, where: str, subfolder: str) -> Any:
+    """Load a processor of transformers for texts and pictures, without its part for videos.
+
+    Args:
+        class_name: name of the class in transformers.
+        where: folder or repository id of the pipeline.
+        subfolder: the processor's folder inside `where`.
+    """
     import transformers
 
-    class Qwen2VLProcessor(transformers.Qwen2VLProcessor):  # type: ignore[misc]
+    # Older transformers releases call the PIL-based processor `Qwen2VLImageProcessor`.
+    by_pil = getattr(transformers, "Qwen2VLImageProcessorPil", None)
+    loaded = by_pil or transformers.Qwen2VLImageProcessor, transformers.AutoTokenizer
+    images, words = (pretrained.load_pretrained(each, where, subfolder) for each in loaded)
+    processor = _processor_class(class_name)(images, words, None, words.chat_template)
+    processor.folder = pretrained.locate(where, subfolder) / subfolder
+    return processor
+
+
+@functools.cache
+def _processor_class(name: str) -> Any:
+    import transformers
+
+    of_transformers: Any = getattr(transformers, name)
+
+    class Processor(of_transformers):  # type: ignore[misc]
         """Processor of images without its base class's parts for videos, which need torchvision."""
 
         folder: Path
@@ -142,8 +159,8 @@ def _processor_class() -> Any:
             shutil.copytree(self.folder, folder, dirs_exist_ok=True)
 
     # A saved pipeline names the class by module and name: keep those of transformers.
-    Qwen2VLProcessor.__module__ = transformers.Qwen2VLProcessor.__module__
-    return Qwen2VLProcessor
+    Processor.__name__, Processor.__module__ = name, of_transformers.__module__
+    return Processor
 
 
 class QwenImageEdit(qwen_image.QwenImage):
@@ -175,9 +192,9 @@ class QwenImageEditPlus(QwenImageEdit):
     pipeline_class = "QwenImageEditPlusPipeline"
     text = replace(
         QwenImageEdit.text,
-        pictures=("reference", *_MORE_REFERENCES),
+        pictures=("reference", *MORE_REFERENCES),
         # These pipelines show references to the text encoder in a smaller size than to the codec.
         seen_area=_SMALL_AREA,
         frame_tokens=8,
     )
-    inputs = replace(QwenImageEdit.inputs, optional=_MORE_REFERENCES)
+    inputs = replace(QwenImageEdit.inputs, optional=MORE_REFERENCES)

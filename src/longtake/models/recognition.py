@@ -182,6 +182,12 @@ KINDS = (  # in order: the first that fits is taken
         releases=("Qwen/Qwen-Image-Edit-2511", "Qwen/Qwen-Image-Edit-2509"),
     ),
     _qwen(title="Qwen-Image", family="qwen_image", releases=("Qwen/Qwen-Image",)),
+    Kind(
+        title="Qwen-Image 2.1",
+        family="qwen_image21",
+        transformer="QwenImage21Transformer2DModel",
+        releases=("Qwen/Qwen-Image-2.1",),
+    ),
     _hunyuan_720(
         title=_HUNYUAN_TITLES[0],
         fits=lambda facts: _is_for_720p(facts) and makes_from_frame(facts),
@@ -271,7 +277,11 @@ _REFUSED = (
         ),
         "Start from Qwen-Image.",
     ),
-    _Refused("Qwen-Image 2.1", _named("QwenImage21"), "Start from Qwen-Image."),
+    _Refused(
+        "a Qwen-Image 2.1 distilled to a few sigmas of its own, such as Turbo",
+        lambda facts: _named("QwenImage21")(facts) and bool(facts.get("sample_sigmas")),
+        "Start from Qwen-Image 2.1.",
+    ),
     _Refused(
         "Z-Image Omni",
         lambda facts: _named("ZImageOmni")(facts) or bool(facts.get("siglip_feat_dim")),

@@ -366,6 +366,7 @@ def _merged(
 _HALVES: dict[str, Callable[[Any], Halves]] = {
     "AutoencoderKLWan": _Wan,
     "AutoencoderKLQwenImage": _Wan,
+    "AutoencoderKLQwenImage21": _Wan,
     "AutoencoderKLHunyuanVideo15": _Hunyuan,
     "AutoencoderKLLTX2Video": _Ltx2,
 }
