@@ -105,3 +105,10 @@ def test_the_number_of_gpus_is_an_answer() -> None:
 def test_a_missing_or_foreign_file_is_named(files: list[str], asked: str) -> None:
     with pytest.raises(RecipeError, match=asked):
         migrate([_CONFIGS / file for file in files], Path("mine.toml"), Answers())
+
+
+def test_a_model_that_is_not_trained_here_is_refused_by_its_name(tmp_path: Path) -> None:
+    command = "python flux_train_network.py --model_type=chroma --train_data_dir=/data"
+    (tmp_path / "train.sh").write_text(command)
+    with pytest.raises(RecipeError, match="sd-scripts's chroma, which longtake does not train"):
+        migrate([tmp_path / "train.sh"], Path("mine.toml"), Answers())

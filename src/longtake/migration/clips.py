@@ -207,6 +207,10 @@ def set_samples(draft: Draft, family: str) -> None:
             stop_sampling(draft, needed[0])
     if not groups or draft.facts.get("no_samples"):
         stop_sampling(draft, None)
+    if draft.facts.get("at_start") and {"sampling.every", "sampling.every_epochs"} & {
+        *draft.values
+    }:
+        draft.set("sampling.at_start", True)
 
 
 def stop_sampling(draft: Draft, name: str | None) -> None:

@@ -68,11 +68,11 @@ def model(draft: Draft, answers: Answers, files: str) -> tuple[str, str, recogni
     if families is not None and not families:
         raise refusal("untrained", **named, trained=recognition.trained(base.FAMILIES))
     weights = ", ".join(facts.get("weights", ()))
-    release, _, expert = (answers.release or tool.releases.get(model, "")).partition("@")
+    named_there = "" if weights else str(facts.get("release", ""))
+    release = answers.release or named_there or tool.releases.get(model, "")
+    release, _, expert = release.partition("@")
     if expert:
         facts["expert"] = expert
-    if not release and not weights:
-        release = str(facts.get("release", ""))
     is_here = bool(release) and Path(release).expanduser().is_dir()
     looks_local = release.count("/") != 1 or release[0] in "./~"
     if looks_local and not is_here and answers.release is None:
@@ -105,7 +105,7 @@ def ask_for_release(families: Sequence[str], files: str, weights: str, release: 
     raise refusal(
         "release",
         files=files,
-        has=f"weights are in another layout ({weights})" if weights else has,
+        has=f"the weights are in another layout ({weights})" if weights else has,
         command=process.command(),
         options=" ".join(f"--from {name}" for name in files.split(", ")),
         known=join_words(known or [recognition.KINDS[0].releases[0]], "or"),
@@ -232,7 +232,9 @@ def set_batches(draft: Draft, answers: Answers) -> None:
     micro, accumulation = int(facts.get("batch", 1)), int(facts.get("accumulation", 1))
     gpus = answers.gpus or facts.get("gpus")
     draft.set("training.micro_batch_size", micro)
-    draft.set("training.global_batch_size", micro * accumulation * int(gpus or 1))
+    # GPUs that share the tokens of a clip have one batch together.
+    groups = int(gpus or 1) // int(draft.values.get("parallel.context", 1)) or 1
+    draft.set("training.global_batch_size", micro * accumulation * groups)
     if gpus is None:
         draft.decide("training.global_batch_size", "gpus", title=draft.tool.title)
 

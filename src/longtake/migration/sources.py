@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
-from longtake.formatting import printable
+from longtake.formatting import join_words, printable
 from longtake.migration.draft import show
 from longtake.migration.reading import ConfigFile, arguments_of, command_words, flatten, plain
 from longtake.migration.tables import TOOLS, Tool, refusal, shared, tool
@@ -42,7 +42,8 @@ def collect(files: Sequence[ConfigFile]) -> Source:
     found = [(each, *recognise(each)) for each in files if each not in prompts]
     names = {name for _, name, _ in found}
     if not found:
-        raise refusal("no_command", name=files[0].name)
+        titles = join_words((tool(name).title for name in TOOLS if tool(name).scripts), "or")
+        raise refusal("no_command", name=files[0].name, titles=titles)
     if len(names) != 1:
         told = ", ".join(f"{each.name} ({tool(name).title})" for each, name, _ in found)
         raise refusal("several", told=told)
