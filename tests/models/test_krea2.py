@@ -12,6 +12,7 @@ from tests.models.tiny import make_recipe, write_configs
 from tests.sampling.build import make_sampler
 from torch import Tensor
 
+from longtake.cli import init
 from longtake.config import ModelSection, Recipe
 from longtake.errors import RecipeError
 from longtake.flow.shift import MuLine, ShiftRule
@@ -60,6 +61,18 @@ def test_turbo_has_one_shift_at_every_size_and_no_second_pass(tmp_path: Path) ->
     assert plain.shift == ShiftRule(MuLine(max_tokens=6400))
     static = _written(tmp_path / "static", {"is_distilled": True}, {"shift": 2.0})
     assert Krea2().defaults(static).shift == ShiftRule(2.0)
+
+
+def test_init_says_that_turbo_is_distilled(tmp_path: Path) -> None:
+    """And of the release that is not, nothing."""
+    for is_distilled in (True, False):
+        folder = tmp_path / str(is_distilled)
+        _written(folder, {"is_distilled": is_distilled}, {"use_dynamic_shifting": True})
+        template = init.template_of_release(str(folder), None)
+        recipe = init.render_recipe(template, None, Path("clips.parquet"), tmp_path / "x.toml")
+        assert (
+            "better trained on krea/Krea-2-Raw" in " ".join(recipe.replace("#", "").split())
+        ) == is_distilled
 
 
 @torch.no_grad()
