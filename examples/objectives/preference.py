@@ -15,7 +15,9 @@ In the recipe (the catalog's clips are the better ones; beside each lies the wor
 
 It is Diffusion-DPO (Wallace et al., arXiv:2311.12908) with the error of the velocity in place of
 that of the noise: the trained model is to beat the reference on the better clip by more than on the
-worse one. The reference is the model without its adapter, so that it takes no memory of its own.
+worse one. The reference is the release without any adapter, so that it takes no memory of its own.
+After supervised tuning merge that LoRA first (`longtake export`), and name the result as
+`model.pretrained`.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ from longtake.data.catalog import Catalog
 from longtake.models.components import outline
 from longtake.models.trainable import lora_state
 from longtake.planner.activation_checkpointing import POLICIES
-from longtake.planner.devices import CPU
+from longtake.planner.devices import CPU, DEVICES
 from longtake.planner.encoding import TileChoice
 from longtake.planner.phases import PhaseForecast
 from longtake.planner.record import BlockWeights
@@ -439,7 +439,13 @@ def _report_of(phase: PhaseForecast, *, is_short: bool = True, **codec: Any) -> 
     )
     return SimpleNamespace(
         known=SimpleNamespace(step=step),
-        recipe=SimpleNamespace(codec=SimpleNamespace(encode_tile=codec["encode_tile"])),
+        recipe=SimpleNamespace(
+            codec=SimpleNamespace(encode_tile=codec["encode_tile"]),
+            data=SimpleNamespace(cache="cache"),
+            sampling=SimpleNamespace(in_training=False),
+        ),
+        is_filled=False,
+        lacks_ram=lambda each: each.ram_bytes > 2**30,
         tile=TileChoice(0),
         phases=[phase],
         short_phases=[phase] if is_short else [],
@@ -499,12 +505,18 @@ def test_the_ram_of_a_computer_with_a_gpu_is_known(
     small_recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longtake.planner.host_memory.usable_ram", lambda: 2**34)
-    recipe = small_recipe("recompute={device='h100', host_memory='1GiB'}")
-    for has_gpu, given, ram in (
-        (False, None, None),
-        (True, None, 2**33),
-        (False, "12GiB", 3 * 2**31),
-        (True, "12GiB", 3 * 2**31),
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    gpu = DEVICES["h100"].with_own_memory()
+    monkeypatch.setattr("longtake.planner.devices.device_budget", lambda *_, **__: gpu)
+    own, other = small_recipe(), small_recipe("recompute.device='h100'")
+    for recipe, processes, has_gpu, given, ram in (
+        (own, 2, False, None, None),
+        (own, 2, True, None, 2**33),
+        (own, 64, True, None, 2**32),  # on further nodes like this one
+        (other, 2, True, None, None),  # of which this computer knows nothing
+        (other, 2, False, "12GiB", 3 * 2**31),
+        (own, 2, True, "12GiB", 3 * 2**31),
     ):
         monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
-        assert _choose_device(recipe, None, None, given, 2, None).ram_bytes == ram
+        chosen = _choose_device(recipe, None, None, given, processes, None)
+        assert chosen.ram_bytes == ram

@@ -130,6 +130,14 @@ def test_clips_that_are_trained_on_are_refused(
         _open(mixed, tiny_run)
 
 
+def test_inputs_of_the_objective_are_not_asked_for(tiny_run: Path, recipe: Recipe) -> None:
+    given = "{kind='picture', path='worse/{stem}.png'}"
+    pairs = config.changed(
+        recipe, [f"data.conditioning.worse={given}", "objective.inputs=['worse']"]
+    )
+    assert _open(pairs, tiny_run).recipe.data.conditioning == {}
+
+
 def test_a_few_clips_are_enough(tiny_run: Path, recipe: Recipe, unseen: Path) -> None:
     clips = cast("HeldOut", HeldOut.open(recipe, RunDirectory(tiny_run), num_clips=2))
     first = sorted(clip.identity for clip in Catalog.load(unseen).clips())[:2]

@@ -15,17 +15,23 @@ from longtake.planner.phases import PhaseForecast
 from longtake.planner.report import PlanReport, make_report
 
 _GPU = DEVICES["h100"].with_own_memory()
+_RAM = 2**35
 _ALL = ("text", "encode", "step", "model", "decode", "sampling")
 
 
-def _with_short_phases(*, cache: str | None, misses: bool = False, is_filled: bool = False) -> Any:
+def _with_short_phases(
+    *, cache: str | None, misses: bool = False, is_filled: bool = False, **given: Any
+) -> Any:
     phases = [PhaseForecast(1, 2, 1.0, name=name, fits=False) for name in _ALL]
-    recipe = SimpleNamespace(data=SimpleNamespace(cache=cache))
-    known = SimpleNamespace(
-        step=SimpleNamespace(recipe=recipe), misses=misses, gradients=SimpleNamespace(fatal=[])
+    phases[0] = replace(phases[0], ram_bytes=given.get("to_read", 0))
+    in_training = given.get("in_training", False)
+    recipe = SimpleNamespace(
+        data=SimpleNamespace(cache=cache), sampling=SimpleNamespace(in_training=in_training)
     )
-    given: dict[str, Any] = dict.fromkeys(PlanReport.__dataclass_fields__)
-    return PlanReport(**given | {"phases": phases, "known": known, "is_filled": is_filled})
+    step = SimpleNamespace(recipe=recipe, device=replace(_GPU, ram_bytes=_RAM))
+    known = SimpleNamespace(step=step, misses=misses, gradients=SimpleNamespace(fatal=[]))
+    fields: dict[str, Any] = dict.fromkeys(PlanReport.__dataclass_fields__)
+    return PlanReport(**fields | {"phases": phases, "known": known, "is_filled": is_filled})
 
 
 @pytest.mark.parametrize(
@@ -34,6 +40,13 @@ def _with_short_phases(*, cache: str | None, misses: bool = False, is_filled: bo
         ({"cache": "cache"}, ["text", "encode", "step", "sampling"]),
         ({"cache": "cache", "is_filled": True}, ["step", "sampling"]),
         ({"cache": None}, ["step", "sampling"]),
+        # The text encoder is read whole into RAM whenever training has it.
+        ({"cache": None, "to_read": 2 * _RAM}, ["text", "step", "sampling"]),
+        ({"cache": "cache", "is_filled": True, "to_read": 2 * _RAM}, ["step", "sampling"]),
+        (
+            {"cache": "cache", "is_filled": True, "to_read": 2 * _RAM, "in_training": True},
+            ["text", "step", "sampling"],
+        ),
         ({"cache": None, "misses": True}, []),  # the step is what is short
     ],
 )

@@ -188,5 +188,8 @@ def _choose_device(
     ranks = per_node or processes
     if host_memory is not None:
         return with_host_memory(planned, memory_bytes(host_memory), ranks)
-    # Only a computer with a GPU is the one that trains.
-    return replace(planned, ram_bytes=usable_ram() // ranks) if cuda.is_available() else planned
+    # This computer is the one that trains if it has a GPU, and no other device is named.
+    if not cuda.is_available() or recipe.recompute.device is not None:
+        return planned
+    ranks = min(ranks, max(1, cuda.device_count()))
+    return replace(planned, ram_bytes=usable_ram() // ranks)

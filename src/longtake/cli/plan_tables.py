@@ -1,6 +1,5 @@
 """Prints the report of `longtake plan` as sentences and tables."""
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -373,10 +372,14 @@ def _phase_shortages(report: "PlanReport") -> Iterator[str]:
                 more = 'codec.encode_tile = "auto" takes tiles that fit, if there are any. '
             bucket, needed = tile.bucket or step.batch.bucket, format_size(phase.peak_bytes)
             text = cannot_encode(str(bucket), needed, phase.how, more, gpu)
-        elif phase.ram_bytes > (step.device.ram_bytes or math.inf):
-            needed = format_size(phase.ram_bytes)
-            text = f"{label}: a process needs {needed} of RAM to read it. Fill the cache "
-            text += "on a computer that has it, by `longtake data cache`."
+        elif report.lacks_ram(phase):
+            needed, data = format_size(phase.ram_bytes), report.recipe.data
+            text = f"{label}: a process needs {needed} of RAM to read it."
+            if not report.is_filled:
+                how = "Fill the cache" if data.cache is not None else "Set data.cache, and fill it"
+                text += f" {how} on a computer that has it, by `longtake data cache`."
+            if report.recipe.sampling.in_training:
+                text += " Let an evaluation server there make the samples, without sampling.every."
         else:
             text = f"{label}: {format_size(phase.peak_bytes)} are needed. Take {gpu}. "
             text += PHASE_REMEDIES[phase.name]

@@ -119,6 +119,12 @@ class Recipe(Section):
         of_loss = self.objective.inputs
         return {name: each for name, each in self.step_inputs().items() if name not in of_loss}
 
+    def without_inputs_of_objective(self) -> Self:
+        """Return the recipe without the inputs that only the objective reads."""
+        inputs, own = self.data.conditioning, self.objective.inputs
+        kept = {name: each for name, each in inputs.items() if name not in own}
+        return self.model_copy(update={"data": self.data.model_copy(update={"conditioning": kept})})
+
     def step_inputs(self) -> dict[str, ConditioningSection]:
         """Return the inputs of a training step: the model's and the objective's."""
         mask = self.flow.loss_mask

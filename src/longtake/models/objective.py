@@ -105,8 +105,8 @@ class Passes:
 
         Args:
             batch: samples, which may be other than those that are trained.
-            adapter: False: without the trained LoRA and added modules, which is the model that
-                training began with.
+            adapter: False: without LoRA and added modules, also those that training began with:
+                the release.
 
         Raises:
             RecipeError: the recipe trains all weights, so no model without adapter is there.

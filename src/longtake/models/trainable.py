@@ -99,7 +99,7 @@ def load_trained(model: nn.Module, state: dict[str, Tensor]) -> None:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Run a model without its LoRA and added modules in the context: as training began with it.
+    """Run a model without its LoRA and added modules, also those that training began with.
 
     Raises:
         RecipeError: the model's own weights are trained, so that model is no longer there.

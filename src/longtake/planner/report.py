@@ -107,7 +107,14 @@ class PlanReport(TracedFacts):
         names = set[str]() if self.known.misses else {"step", "sampling"}
         if self.recipe.data.cache is not None and not self.is_filled:
             names |= {"text", "encode"}
+        elif self.recipe.data.cache is None or self.recipe.sampling.in_training:
+            names |= {each.name for each in self.phases if self.lacks_ram(each)}
         return [each for each in self.phases if each.name in names and each.fits is False]
+
+    def lacks_ram(self, phase: PhaseForecast) -> bool:
+        """Return whether a process has too little host RAM to read the weights of a phase."""
+        ram = self.known.step.device.ram_bytes
+        return ram is not None and phase.ram_bytes > ram
 
     @property
     def needed_ram(self) -> int:

@@ -28,7 +28,7 @@ memory option, for the first block (whose input has no gradient) and for the oth
 for smaller micro-batches, with and without a mask of padded captions."""
 _PROGRAMS_PER_BLOCK = 4
 """The same of one block, within added modules that look up weights by the block's name."""
-_GRAPH_BREAK = re.compile(r"user code at (\S+:\d+)\n.*?Reason: (?:.*:\n\s*)?(.+)")
+_GRAPH_BREAK = re.compile(r"user code at (.+:\d+)\n.*?Reason: (?:.*:\n\s*)?(.+)")
 _SLOWER = (
     "Blocks with it run uncompiled or in pieces, which is slower. Change the added module "
     "(docs/guides/modules.md), or set training.compile = false."
