@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.build import fill_weights, hold_weights, measure_step
 from tests.planner.build import make_tiny, make_toy
 from torch import Tensor, nn
@@ -110,6 +111,23 @@ def test_passes_without_gradient_are_foreseen(
     monkeypatch.chdir(Path(__file__).resolve().parents[2])  # where its modules are found
     guided = ["objective.kind=guided_target", "objective.options.scale=3.0"]
     _assert_foreseen(_MIXED, family, dtype="bf16", further=guided)
+
+
+@pytest.mark.usefixtures("without_onednn")
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
+def test_an_adapter_for_training_is_foreseen(threads: Threads, tmp_path: Path) -> None:
+    """On all layers that a LoRA is trained on, and on others, of every treatment."""
+    threads(1)
+    names = [f"blocks.{n}.{layer}" for n in range(4) for layer in ("attn1.to_q", "ffn.net.2")]
+    columns = {"attn1.to_q": 48, "ffn.net.2": 96}
+    weights = dict[str, torch.Tensor]()
+    for name in names:
+        wide = columns[name.split(".", 2)[2]]
+        weights[f"{name}.lora_A.weight"] = torch.zeros(8, wide)
+        weights[f"{name}.lora_B.weight"] = torch.zeros(48, 8)
+    save_file(weights, tmp_path / "adapter.safetensors")
+    further = [f"model.training_adapter={tmp_path / 'adapter.safetensors'}"]
+    _assert_foreseen(_MIXED, "wan", dtype="bf16", further=further)
 
 
 def _assert_foreseen(weights: Sequence[BlockWeights], family: str, **sections: Any) -> None:

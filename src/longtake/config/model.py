@@ -44,6 +44,10 @@ class ModelSection(Section):
     """A class of your own to use instead of the family's diffusers transformer, with the same name,
     such as an edited copy of its file: "my_project.wan:WanTransformer3DModel". It is imported from
     the current directory first."""
+    training_adapter: FilePath | None = None
+    """A LoRA file that is part of the model in training alone, frozen, and absent in samples,
+    held-out losses and exports: what is trained beside it leaves the distillation of a distilled
+    release as it is. See docs/guides/objectives.md."""
     subfolder: str = "transformer"
     expert: Expert | None = None
     """The transformer to train, for a release with two (Wan 2.2 A14B): `high` serves sigmas from

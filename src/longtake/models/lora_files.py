@@ -117,8 +117,32 @@ def read_lora(
         RecipeError: it has no LoRA of this model, or one of a higher rank than the model's; or what
             it says of its strength is not understood.
     """
-    file = _LoraFile(path, expert)
     layers = dict(lora_layers(model))
+    file, complete = _read_layers(path, layers, family, expert)
+    for name, lora in complete.items():
+        layer = layers[name]
+        rank, columns = layer.lora_A[ADAPTER].weight.shape
+        file.refuse_other_sizes(name, lora, len(layer.lora_B[ADAPTER].weight), columns)
+        file.refuse_other_lora(name, lora, rank, layer)
+    return complete
+
+
+def read_adapter(
+    path: Path, layers: Mapping[str, nn.Linear], family: Family, expert: Expert | None = None
+) -> dict[str, StoredLora]:
+    """Read the LoRA of a file, of any rank, for linear layers by their names (see `read_lora`)."""
+    file, complete = _read_layers(path, layers, family, expert)
+    for name, lora in complete.items():
+        file.refuse_other_sizes(name, lora, layers[name].out_features, layers[name].in_features)
+        if lora.magnitude is not None:
+            raise file.refusal(" holds DoRA, which an adapter for training alone cannot be.")
+    return complete
+
+
+def _read_layers(
+    path: Path, layers: Mapping[str, Any], family: Family, expert: Expert | None
+) -> tuple["_LoraFile", dict[str, StoredLora]]:
+    file = _LoraFile(path, expert)
     names = dict(_names_of_layers(layers, family))
     by_layer, unknown = _sort_by_layer(file.weights, names)
     if unknown and len(file.weights) <= _MAX_CONVERTED:
@@ -138,18 +162,15 @@ def read_lora(
         named = ", ".join(map(_shorten, unknown[:_MAX_NAMED]))
         raise file.refusal(
             f": {fitting} of its {fitting + len(unknown)} weights fit the layers that this recipe "
-            f"trains with LoRA; the first that do not: {named}. Is it of another model? If the "
-            "layers are this model's, name them in trainable.targets."
+            f"gives LoRA; the first that do not: {named}. Is it of another model? If the layers "
+            "are this model's, and the file is trainable.init_from, name them in trainable.targets."
         )
     if not by_layer:
         raise file.refusal(
             f": none of its {len(file.weights)} weights is LoRA of this model. LoRA of text "
             "encoders is not trained here."
         )
-    complete = {name: file.join(name, parts) for name, parts in by_layer.items()}
-    for name, lora in complete.items():
-        file.refuse_other_shapes(name, lora, layers[name])
-    return complete
+    return file, {name: file.join(name, parts) for name, parts in by_layer.items()}
 
 
 @torch.no_grad()
@@ -316,15 +337,17 @@ class _LoraFile:
         is_for_comfyui = COMFYUI_DORA.items() <= self.header.items()
         return StoredLora(down, up, alpha / divisor, parts.get("magnitude"), is_for_comfyui)
 
-    def refuse_other_shapes(self, name: str, lora: StoredLora, layer: Any) -> None:
-        """Refuse LoRA whose sizes or kind are not the layer's, or whose rank is higher."""
-        rank, columns = layer.lora_A[ADAPTER].weight.shape
-        rows = len(layer.lora_B[ADAPTER].weight)
+    def refuse_other_sizes(self, name: str, lora: StoredLora, rows: int, columns: int) -> None:
+        """Refuse LoRA whose sizes are not the layer's."""
         if (len(lora.up), lora.down.shape[1]) != (rows, columns):
             raise self.refusal(
                 f" is of another model: its LoRA of {name} maps {lora.down.shape[1]} to "
                 f"{len(lora.up)} numbers, and the layer {columns} to {rows}."
             )
+
+    def refuse_other_lora(self, name: str, lora: StoredLora, rank: int, layer: Any) -> None:
+        """Refuse LoRA of a higher rank than the layer's, or of another kind."""
+        rows = len(lora.up)
         if lora.rank > rank:
             raise self.refusal(
                 f" has rank {lora.rank}, and trainable.rank is {rank}. Set trainable.rank = "

@@ -123,7 +123,9 @@ def facts_of(recipe: Recipe, device: DeviceBudget, **more: Any) -> Facts | None:
         catalogs = {name: fsio.file_version(path) for name, path in recipe.data.sources().items()}
     else:
         ignored += _OF_CLIPS_ONLY
+    adapter = recipe.model.training_adapter
     return {
+        "adapter": None if adapter is None else fsio.file_version(adapter),
         "recipe": {key: value for key, value in flat(recipe).items() if not is_among(key, ignored)},
         "releases": releases,
         "catalogs": catalogs,

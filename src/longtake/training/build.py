@@ -163,6 +163,8 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
         paths = fetch(recipe, frozen_parts=frozen_parts)
     if recipe.trainable.init_from is not None:
         paths["trainable.init_from"] = recipe.trainable.init_from
+    if recipe.model.training_adapter is not None:
+        paths["model.training_adapter"] = recipe.model.training_adapter
     equality.compare_with_first(equality.files_read(paths), world)
 
 

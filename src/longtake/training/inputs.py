@@ -325,7 +325,13 @@ class InputQueue:
         pictures = parts.family.text.seen_pictures(further)
         no_caption = dict(inputs.no_caption)
         if latents is None and self._with_no_caption:
-            no_caption = self._encode_no_caption(len(inputs.captions), pictures)
+            # With each sample's own pictures, if the text encoder reads any; else once for all.
+            if pictures:
+                empty = [NO_CAPTION] * len(inputs.captions)
+                no_caption = encode_captions(parts.text, empty, pictures)
+            else:
+                self._empty = self._empty or encode_captions(parts.text, [NO_CAPTION])
+                no_caption = self._empty
         # Ranks with the same clips split the encoding, and exchange the results.
         if latents is None and self._group is not None:
             conditioning = self._encode_once(inputs, further)
@@ -347,14 +353,6 @@ class InputQueue:
         )
         captioned = tuple(caption != NO_CAPTION for caption in inputs.captions)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
-
-    def _encode_no_caption(self, count: int, pictures: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Encode the empty caption: once for all samples, or with each sample's own pictures."""
-        if pictures:
-            return encode_captions(self._parts.text, [NO_CAPTION] * count, pictures)
-        if self._empty is None:
-            self._empty = encode_captions(self._parts.text, [NO_CAPTION])
-        return self._empty
 
     def _encode_once(self, inputs: RawInputs, further: dict[str, Tensor]) -> dict[str, Tensor]:
         """Encode each clip on only one of the ranks that share the clips; return all results.
