@@ -16,7 +16,8 @@ reported. Outcomes are stored as they come, so that a run can be interrupted.
 A mutant that no test can notice, because the program behaves the same, is equivalent: somebody who
 has read the code writes its number and the reason under "equivalent" of the set. The share is of
 the others, survivors and those that no test reaches included. The number of one that a test
-notices which was written because of it, tried by hand, is written with the test under "since".
+notices which was written because of it, tried by hand, is written with the test under "since". Of
+one whose code is no longer there, "gone" says why.
 """
 
 import argparse
@@ -546,6 +547,8 @@ def report(data: Mapping[str, Any]) -> str:
                 outcome = f"equivalent. {reason}"
             elif (test := chosen.get("since", {}).get(number)) is not None:
                 outcome += f"; noticed since by {test}"
+            elif (reason := chosen.get("gone", {}).get(number)) is not None:
+                outcome += f"; gone since: {reason}"
             lines.append(
                 f"- {mutant['path']} {mutant['function']}: `{mutant['statement'][:90]}` with "
                 f"`{mutant['changed']}`: {outcome}"

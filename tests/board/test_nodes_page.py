@@ -107,6 +107,7 @@ def test_what_watchers_found_is_listed_until_it_is_over(run: RunDirectory) -> No
     html = _page(run)
     assert "<b>node002</b>: GPU 3 power 412 W" in html
     assert "<b>node003</b>" not in html
+    assert "node003: GPU 3 power 412 W against 655 W median, " in html  # among past events
     assert "▲ 6" in html  # its power in the table
 
 

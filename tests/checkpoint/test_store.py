@@ -296,8 +296,10 @@ def test_a_full_disk_is_one_sentence_and_harms_nothing(run: RunDirectory, saver:
     assert "\n" not in message
     assert saver.take_failure() is None
     assert _names(run) == ["step_00000010", "step_00000020"]
+    assert saver.failures_in_a_row == 1
     saver.save(40, make_parts(), {"global_step": 40})
     saver.wait()
+    assert saver.failures_in_a_row == 0
     assert store.latest_checkpoint(run, ALONE) == (run.checkpoint_path(40), ())
 
 

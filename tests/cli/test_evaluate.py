@@ -36,6 +36,7 @@ _MISTAKES = {
         "{runs}/mirror --source {empty} --preset demo --device cpu",
         "{empty} holds no run: ",
     ),
+    "no device": ("{bare} --device cuda:", "'cuda:' is no device. Expected "),
     "no recipe": ("{bare} --recipe {bare}/none.toml", "There is no recipe"),
 }
 

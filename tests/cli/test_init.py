@@ -221,6 +221,15 @@ def test_buckets_are_added_for_the_clips_that_are_there(tmp_path: Path) -> None:
     assert shapes == {(81, False), (81, True), (33, False), (33, True)}
 
 
+def test_a_single_bucket_that_is_added_is_said(tmp_path: Path) -> None:
+    clip = tmp_path / "clips" / "short.mp4"
+    clip.parent.mkdir()
+    write_video(clip, np.zeros((40, 32, 56, 3), np.uint8), 16)
+    said, recipe = _init(tmp_path / "mine.toml", "--family", "wan", "--data", str(clip.parent))
+    assert len(recipe.data.buckets) == 2
+    assert "Buckets for them were added: 33 frames of 832x480." in said
+
+
 _KONTEXT = {
     "model_index.json": {"_class_name": "FluxKontextPipeline"},
     "transformer/config.json": {

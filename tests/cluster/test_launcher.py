@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +13,12 @@ from typing import Any, Literal
 
 import psutil
 import pytest
-from tests.build import change_options, listening, wait_until
+from tests.build import QUIET, change_options, listening, wait_until
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from longtake.cluster.launcher import Agent, LaunchStop, classify_exit
+from longtake.cluster import launcher
+from longtake.cluster.launcher import Agent, LaunchStop, RanksExit, classify_exit
 from longtake.failures import RankFailure
 from longtake.faults.sandbox import ONE_THREAD, SHORT_RECIPE, TrainingSite
 from longtake.fsio import read_json_lines
@@ -296,6 +298,28 @@ def test_a_signal_between_two_starts_of_the_ranks_ends_the_launch(
         agent._stop_workers(SimpleNamespace(workers=[]))
         with pytest.raises(SignalException):
             os.kill(os.getpid(), signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(("kind", "code"), [("stopped", os.EX_TEMPFAIL), ("crashed", 137)])
+def test_ranks_that_crash_after_a_signal_were_not_stopped_by_it(
+    kind: Literal["stopped", "crashed"], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signalled:
+        ended = RanksExit(137, kind, "")
+
+        def __init__(self, *given: Any) -> None:
+            self._stop: LaunchStop = given[2]
+
+        def run(self) -> Any:
+            self._stop.hold()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            return SimpleNamespace(is_failed=lambda: True)
+
+    monkeypatch.setattr(launcher, "Agent", Signalled)
+    monkeypatch.setattr(launcher, "_rendezvous", lambda *_: nullcontext())
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    options: Any = SimpleNamespace(endpoint="")
+    assert launcher.launch(options, QUIET) == code
 
 
 @pytest.mark.parametrize("is_recorded", [True, False])

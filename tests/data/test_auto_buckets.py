@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.data.build import catalog_of, recipe_of, section
+from tests.data.build import catalog_of, encode_plainly, recipe_of, section
 
 from longtake import config
 from longtake.config import AutoBucketsSection, Bucket, Recipe
-from longtake.data.auto_buckets import choose_buckets, propose_buckets, with_buckets
+from longtake.data.auto_buckets import choose_buckets, glance, propose_buckets, with_buckets
 from longtake.data.catalog import Catalog
 from longtake.errors import DataError
 from longtake.run_dir import RunDirectory
@@ -112,6 +112,13 @@ def test_buckets_are_chosen_from_the_catalog_that_is_shown(tmp_path: Path) -> No
 
 _WAN = Bucket(num_frames=81, height=480, width=832)
 _PIXELS = Bucket(num_frames=8, height=32, width=32)
+
+
+def test_a_glance_takes_the_duration_of_the_file_where_its_video_has_none(tmp_path: Path) -> None:
+    """As in Matroska, in whose headers streams have no duration."""
+    encode_plainly(tmp_path / "clip.mkv", np.zeros((12, 32, 64, 3), np.uint8))
+    frames, aspects = glance(tmp_path, tmp_path / "none.parquet", fps=16.0)
+    assert (frames.tolist(), aspects.tolist()) == ([24], [2.0])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tests.data.build import encode_plainly, pictures_of, run_python
 
+from longtake.data import decode_limits
 from longtake.data.clip import Item, Media, Timing
 from longtake.data.conditioning import ConditioningPixels
 from longtake.data.decode import (
@@ -524,6 +525,12 @@ def test_pictures_of_too_many_pixels_are_rejected(
     assert "--memory-gib" in reason
     assert is_lasting
     assert "in 0.5 GiB" in _found(make(path, 7000, 7000), Limits(memory_gib=0.5))[0]
+
+
+def test_a_video_of_too_many_pixels_is_not_opened(clip: Path) -> None:
+    allowed = decode_limits.pixels_limited(0.5 / 2**16)  # 512 pixels
+    with allowed, pytest.raises(ClipError, match="has 48x32 pixels, and 512 are allowed"):
+        opened(Media(str(clip))).__enter__()
 
 
 def test_a_file_that_takes_too_long_is_rejected_for_this_time(tmp_path: Path) -> None:

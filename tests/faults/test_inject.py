@@ -50,8 +50,9 @@ def train_with(
 
 def test_a_trigger_is_active_until_the_run_goes_back_unless_it_lasts() -> None:
     steps = [1, 2, 3, 4, 2, 3, 4]
-    once, lasting = Trigger(3), Trigger(3, lasting=True)
+    once, again, lasting = Trigger(3), Trigger(3), Trigger(3, lasting=True)
     assert [step for step in steps if once.is_active(step)] == [3, 4]
+    assert [step for step in [3, 3, 4] if again.is_active(step)] == [3]
     assert [step for step in steps if lasting.is_active(step)] == [3, 4, 3, 4]
 
 

@@ -42,6 +42,15 @@ def _inputs() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     return torch.randn(2, *_SHAPE, generator=generator), torch.tensor([0.7, 0.7]), given
 
 
+def test_the_decoder_is_planned_with_all_its_tokens_and_hidden_layers() -> None:
+    calls: list[dict[str, Any]] = []
+    encoders: Any = {"text_encoder": lambda **given: calls.append(given)}
+    Flux2().text.run(encoders, {"text_encoder": _WORDS})
+    (given,) = calls
+    assert given.pop("input_ids").shape == given.pop("attention_mask").shape == (1, _WORDS)
+    assert given == {"output_hidden_states": True, "use_cache": False}
+
+
 @torch.no_grad()
 def test_samples_by_several_references_are_the_pipelines() -> None:
     """In a batch, of which each sample has references of its own; the pipeline has one set."""

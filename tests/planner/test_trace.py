@@ -227,6 +227,14 @@ def test_updates_take_memory_and_compiled_blocks_return_all_gradients_at_their_e
     assert least.end_bytes == more.end_bytes == least.weight_bytes + least.input_bytes
 
 
+def test_a_block_of_two_outputs_has_one_backward_pass() -> None:
+    """Its pass begins with the gradient of either output, and takes as long as after the other."""
+    trace = make_tiny("flux_kontext", "full").tracer.trace({})
+    double = trace.blocks["transformer_blocks.0"]
+    assert double.backward is not None
+    assert 1.5 * double.forward.seconds < double.backward.seconds < 3 * double.forward.seconds
+
+
 def test_names_who_gets_a_gradient() -> None:
     subject = make_toy(trained="blocks.1")
     subject.model.idle = nn.Linear(3, 3, device="meta")

@@ -82,6 +82,7 @@ def test_a_video_of_nan_is_an_error(tiny_run: Path) -> None:
         next(sampler.components.model.parameters()).fill_(torch.nan)
     with pytest.raises(SamplingError, match="The weights hold NaN or inf") as caught:
         _sample(sampler)
+    assert str(caught.value).startswith("1 of 1 videos of step 6 ")
     assert caught.value.exit_code == 1
 
 

@@ -38,10 +38,12 @@ from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import Recipe
+from longtake.data import cache_fill
 from longtake.data.audit import audit
+from longtake.data.cache import Cache
 from longtake.data.catalog import Catalog
 from longtake.data.index import index
-from longtake.data.packs import CACHE_KINDS
+from longtake.data.packs import CACHE_KINDS, PackIndex
 from longtake.data.tasks import HERE
 from longtake.demo.shapes import write_clips
 from longtake.errors import DataError, PlanError, RecipeChangedError, RecipeError
@@ -546,6 +548,22 @@ def test_new_clips_cost_only_themselves(
     assert {path: after[path] for path in before} == before
     train(more, QUIET)
     assert {path: path.stat().st_mtime_ns for path in _packs(recipe)} == after
+
+
+def test_the_index_of_a_filled_cache_has_what_others_filled_too(
+    small_recipe: Recipes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank saves it for all, so that the next start reads no pack's header."""
+    fill = cache_fill.fill_latents
+
+    def fill_elsewhere(cache: Cache, *others: Any, **named: Any) -> None:
+        fill(replace(cache), *others, **named)  # with an index of its own, as another process has
+
+    monkeypatch.setattr(cache_fill, "fill_latents", fill_elsewhere)
+    recipe = small_recipe(*TINY_WAN, "data.windows=1", _cache_of(tmp_path))
+    cache_ahead(recipe, QUIET)
+    monkeypatch.setattr(PackIndex, "_header", None)
+    assert len(PackIndex(tmp_path / "cache")) == len(_entries(recipe)) > 16
 
 
 def test_other_encoders_have_entries_of_their_own(small_recipe: Recipes, tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def _decode(clip: Clip, pool: "DecodePool") -> _KeptStill:
         first = good[0] + 1 if good else 0
         if first >= last:
             break
-        frame = first if good is None and last <= 2 else (first + last - 1) // 2
+        frame = (first + last - 1) // 2
     if good is None:
         return {"frame": None, "reason": reason, "picture": ""}
     return {"frame": good[0], "reason": reason, "picture": good[1]}
