@@ -88,6 +88,31 @@ def test_a_longer_run_is_refused_with_the_command_that_trains_it(tmp_path: Path)
     assert "training.steps=20 --set 'data.catalog=chunk 2.parquet' --set" in str(caught.value)
 
 
+@pytest.mark.parametrize("policy", ["refuse", "finish"])
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+@pytest.mark.parametrize(("steps", "epochs"), [(100, 10), (20, 2)])
+def test_the_length_of_a_run_of_epochs_is_changed_by_epochs_alone(
+    tmp_path: Path, steps: int, epochs: int, schedule: str, policy: str
+) -> None:
+    """Its steps follow from the data, so that a number of them would be accepted and ignored."""
+    run = RunDirectory(tmp_path / "run")
+    values = _recipe(run.path).model_dump(exclude_none=True)
+    values |= {"training": {"epochs": 3, "global_batch_size": 2}}
+    values["optimizer"]["schedule"] = schedule
+    recipe = config.parse(values, "test")
+    run.claim(recipe)
+    run.create(recipe.with_steps(32))
+    run.claim(recipe)  # its file, which names no steps
+    changes = [f"training.steps={steps}", f"data.on_change={policy}"]
+    with pytest.raises(RecipeChangedError) as caught:
+        run.claim(config.changed(run.recipe(), changes))
+    printed = f"--set training.epochs={epochs} --set data.on_change=finish"
+    message = str(caught.value)
+    assert f"\n  {run.resume_command()} {printed}\n" in message
+    assert f"--set out={run.path}-2 --set training.epochs={epochs} --from" in message
+    run.claim(config.changed(run.recipe(), printed.replace("--set ", "").split()))
+
+
 def test_the_way_on_holds_for_a_run_that_was_moved(tmp_path: Path) -> None:
     moved = RunDirectory(tmp_path / "moved")
     _begin(tmp_path / "run").path.rename(moved.path)

@@ -471,23 +471,24 @@ class RunDirectory:
             ) from error
 
     def _refuse_another(self, recipe: config.Recipe) -> None:
-        changed = config.differences(self.recipe(), recipe)
-        if not changed:
+        there = self.recipe()
+        if not (changed := config.differences(there, recipe)):
             return
+        options, catalogs = self._other_catalogs(recipe)
         listed = "\n".join(f"  {key}: {old!r} there, {new!r} now" for key, old, new in changed)
+        listed += catalogs
         ways = ""
         # The message offers only commands that work. More steps can be resumed in place, changed
         # data with an `on_change`, and the same model and trainables by --from.
         keys = {key for key, _, _ in changed}
-        options, catalogs = self._other_catalogs(recipe)
-        listed += catalogs
-        steps = recipe.training.steps
-        if keys == {"training.steps"} and steps > self.recipe().training.steps:
+        beside_it = f"--set {shlex.quote(f'out={self.path}-2')}"
+        if length := config.other_length(there, recipe):
+            beside_it += f" --set {length}"
             ways = (
-                f"To train longer, to step {steps}, with the learning-rate schedule computed for "
-                f"that number of steps:\n  {self.resume_command()} --set training.steps={steps} "
-                f"{options}--set data.on_change=finish\n(on_change, because the number of steps "
-                "also decides in which order the clips of the rest are taken.)\n"
+                "To train as long, with a learning-rate schedule of that length (training.epochs, "
+                f"if set, decides training.steps):\n  {self.resume_command()} --set {length} "
+                f"{options}--set data.on_change=finish\n(on_change, because the length also "
+                "decides in which order the clips of the rest are taken.)\n"
             )
         elif all(map(config.decides_order, keys)) and keys != {"training.steps"}:
             ways = (
@@ -495,7 +496,6 @@ class RunDirectory:
                 "the epoch exactly what it has not seen), finish (end the epoch as it was) or "
                 "restart (begin the next epoch at once).\n"
             )
-        beside_it = f"--set {shlex.quote(f'out={self.path}-2')}"
         if not any(key.startswith(("model.", "trainable.")) for key in keys):
             ways += (
                 "To train on from its newest weights with the new recipe, as a run of its own, add "

@@ -38,6 +38,7 @@ from longtake.config.resume import (
     flat,
     flatten,
     is_among,
+    other_length,
 )
 from longtake.config.sampling import EvaluationSection, PresetSection, SamplingSection
 from longtake.config.training import (

@@ -68,7 +68,7 @@ DECIDES_ORDER = (
 """Keys that may change on resume if `data.on_change` says how to continue.
 
 `training.steps` is among them because other data can make the stages longer or shorter; a schedule
-then aims at the new end.
+then aims at the new end. `differences` takes it out where `training.epochs` decides it.
 """
 
 
@@ -95,21 +95,40 @@ def differences(old: Recipe, new: Recipe) -> list[tuple[str, object, object]]:
     """Return differences that forbid a resume, as (key, old value, new value).
 
     `training.steps` may grow if no learning rate depends on it; other schedules have been aiming at
-    the old end.
+    the old end. With `training.epochs`, which decides the steps, another number is always refused:
+    it would be ignored.
     """
     before, after = flat(old), flat(new)
     may_change = [*MAY_CHANGE_ON_RESUME]
     if new.data.on_change != "refuse":
         may_change += DECIDES_ORDER
-    if not old.optimizer.depends_on_end() and new.training.steps > old.training.steps:
+    can_grow = not old.optimizer.depends_on_end() and new.training.steps > old.training.steps
+    if new.training.epochs is not None:
+        may_change = [key for key in may_change if key != "training.steps"]
+        can_grow = not new.training.steps  # the data decide it
+    if can_grow:
         may_change.append("training.steps")
-    if new.training.epochs is not None and not new.training.steps:
-        may_change.append("training.steps")  # the data decide it
     return [
         (key, before.get(key), after.get(key))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not is_among(key, may_change)
     ]
+
+
+def other_length(old: Recipe, new: Recipe) -> str | None:
+    """Return the change that makes a run about as long as the steps that a new recipe names.
+
+    These are epochs for a recipe with epochs, whose steps would be ignored. None: it names no other
+    number of steps, or fewer, or more than the length is changed.
+    """
+    there, here = old.training, new.training
+    if here.steps in (0, there.steps):
+        return None
+    if here.epochs is not None:
+        epochs = -(-here.steps * (there.epochs or here.epochs) // (there.steps or here.steps))
+        return f"training.epochs={epochs}"
+    is_all = [key for key, _, _ in differences(old, new)] == ["training.steps"]
+    return f"training.steps={here.steps}" if is_all and here.steps > there.steps else None
 
 
 def decides_order(key: str) -> bool:
