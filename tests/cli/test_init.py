@@ -388,10 +388,27 @@ def test_pictures_that_a_model_may_be_given_are_comments(tmp_path: Path) -> None
     assert given["last"] == {"kind": "picture", "frame": "last"}
 
 
-def test_one_file_of_weights_is_refused_with_how_to_convert_it(tmp_path: Path) -> None:
-    file = tmp_path / "model.safetensors"
-    file.touch()
-    assert "is one file of weights" in _refusal(tmp_path / "mine.toml", str(file))
+def test_one_file_takes_all_else_from_its_release(tmp_path: Path) -> None:
+    release, out = _release(tmp_path / "release", _WAN), tmp_path / "mine.toml"
+    _, recipe = _init(out, "model.safetensors", "--config-from", release)
+    assert (recipe.model.pretrained, recipe.model.config_from) == ("model.safetensors", release)
+    assert (recipe.codec.pretrained, recipe.text.pretrained) == (release, release)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model.safetensors"], "Name the release that it was made of"),
+        (["a/release", "--config-from", "a/release"], "is for one safetensors file"),
+        (["--config-from", "a/release"], "name the file"),
+        (["model.gguf"], "does not read the formats of GGUF"),
+        (["model.ckpt"], "can run code that is in it"),
+    ],
+)
+def test_files_without_a_release_or_of_other_kinds_are_refused(
+    arguments: list[str], message: str, tmp_path: Path
+) -> None:
+    assert message in _refusal(tmp_path / "mine.toml", *arguments)
 
 
 def test_a_configuration_of_another_trainer_is_translated(tmp_path: Path) -> None:

@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import save_file
 from tests.build import losses, saved
+from tests.families.originals import ORIGINAL
 from tests.families.row import Row
+from tests.families.rows import transformer_class
 from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
 
 from longtake import config
@@ -52,7 +55,7 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
     """A run that is resumed at its middle ends bitwise as it did before."""
     monkeypatch.chdir(tmp_path)
     row = tiny.row
-    call_longtake("init", tiny.folder / "release", "--data", "clips", "--out", "mine.toml")
+    call_longtake("init", *_base(tiny), "--data", "clips", "--out", "mine.toml")
     _write_clips(row, config.load(Path("mine.toml")).data.fps or 16.0)
     index([Path("clips")], captions=None, out=Path("catalogs/clips.parquet"), work=HERE)
     name_optional_pictures(row, Path("mine.toml"))
@@ -77,6 +80,17 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
     found = tiny.sampled(load_sampler(run.path, device="cpu"), 2)
     assert relative(found, expected) <= 1e-5
     assert relative(found, released) > 1e-4
+
+
+def _base(tiny: Tiny) -> list[object]:
+    """What the run begins with: one file in the original layout, or else the release."""
+    release, layout = tiny.folder / "release", ORIGINAL.get(transformer_class(tiny.row))
+    if layout is None:
+        return [release]
+    weights = tiny.sampler.components.model.state_dict()
+    named = {f"model.diffusion_model.{name}": each for name, each in layout(weights).items()}
+    save_file({name: each.contiguous() for name, each in named.items()}, "model.safetensors")
+    return ["model.safetensors", "--config-from", release]
 
 
 def _saved(run: RunDirectory) -> list[dict[str, Any]]:

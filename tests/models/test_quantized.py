@@ -22,6 +22,7 @@ from longtake.models.deferred_init import (
 )
 from longtake.models.numerics import main_dtype
 from longtake.models.quantized import FrozenLinear, QuantizedLinear, quantize_linears
+from longtake.models.stored_weights import Rows, StoredTensor
 from longtake.models.trainable import add_lora, lora_state
 from longtake.planner.profiler import measured
 
@@ -192,12 +193,12 @@ def test_a_compiled_block_keeps_no_dequantised_weight() -> None:
     torch.testing.assert_close(found[2:], found[:2], rtol=1e-4, atol=1e-5)
 
 
-def _stored(model: nn.Module, folder: Path) -> dict[str, Path]:
+def _stored(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
     folder.mkdir(exist_ok=True)
     files = {}
     for name, weight in model.state_dict().items():
-        files[name] = folder / f"{name}.safetensors"
-        save_file({name: weight}, files[name])
+        files[name] = StoredTensor(folder / f"{name}.safetensors", (Rows(name),))
+        save_file({name: weight}, files[name].file)
     return files
 
 

@@ -15,7 +15,7 @@ import typer
 
 from longtake import errors, process
 from longtake.cli import say
-from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, memory_bytes
+from longtake.config import EXPERT_FOLDERS, Bucket, Expert, ModelSection, is_one_file, memory_bytes
 from longtake.formatting import did_you_mean, printable
 from longtake.migration.settle import Answers
 from longtake.models import recognition, release_checks, releases
@@ -64,6 +64,7 @@ class Template:
     boundary: float = 0.0
     has_audio: bool = False
     advice: str = ""
+    config_from: str = ""
 
 
 @functools.cache
@@ -106,8 +107,31 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     raise errors.RecipeError(f"There is no template for {family} with {asked}; there is: {there}.")
 
 
-def template_of_release(release: str, task: str | None, expert: Expert | None = None) -> Template:
-    """Return the recipe template for a release: a folder in diffusers' layout, or a hub's id.
+def _section_of(release: str, task: str | None, config_from: str | None) -> ModelSection:
+    """Return a section that names a release, or one file and its release, without a family."""
+    if is_one_file(release) and config_from is None:
+        raise errors.RecipeError(
+            f"{release} is one file of weights, which has no configuration. Name the release that "
+            "it was made of, a folder in diffusers' layout or a repository, with --config-from: "
+            "its VAE and text encoders are used, too."
+        )
+    if config_from is not None and not is_one_file(release):
+        raise errors.RecipeError(
+            f"--config-from {config_from} is for one safetensors file, and {release} is none. "
+            "Leave it out, or name the file."
+        )
+    if task not in (None, "lora", "full"):
+        raise errors.RecipeError(
+            f"There is no template for {release} with --task {task}; there are lora and full."
+        )
+    # The family is what is looked for; functions that read a release ask for a section.
+    return ModelSection(family="", pretrained=release, config_from=config_from)
+
+
+def template_of_release(
+    release: str, task: str | None, expert: Expert | None = None, config_from: str | None = None
+) -> Template:
+    """Return the recipe template for a release (a folder or a hub's id), or for one file of it.
 
     `expert` is one transformer of a release that has two; None means the high-noise one.
 
@@ -120,10 +144,9 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
     task = task and task.lower()
     for each in templates():
         # A release that a template names need not be read, which could mean to download it.
-        if each.pretrained == release and task in (None, each.task) and expert is None:
+        if each.pretrained == release and task in (None, each.task) and not (expert or config_from):
             return each
-    # The family is what is looked for; functions that read a release ask for a section.
-    section = ModelSection(family="", pretrained=release)
+    section = _section_of(release, task, config_from)
     kind = recognition.recognise(section, base.FAMILIES)
     found = releases.read_release(section)
     if expert is not None or release_checks.has_two_transformers(found.pipeline):
@@ -138,10 +161,6 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         raise errors.ModelError(
             f"{release}: its transformer is {named}, which no family trains. A class of your own "
             f"can: see docs/guides/families.md. {recognition.trained(base.FAMILIES)}"
-        )
-    if task not in (None, "lora", "full"):
-        raise errors.RecipeError(
-            f"There is no template for {kind.title} with --task {task}; there are lora and full."
         )
     family: Any = base.family(kind.family)
     release_checks.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
@@ -169,6 +188,7 @@ def template_of_release(release: str, task: str | None, expert: Expert | None = 
         boundary=0.0 if two is None else two.boundary,
         has_audio=family.inputs.has_audio,
         advice=kind.advice,
+        config_from=config_from or "",
     )
 
 
@@ -334,7 +354,8 @@ def init(
     release: Annotated[
         str | None,
         typer.Argument(
-            help="The release to start from: a folder in diffusers' layout, or a repository."
+            help="The release to start from: a folder in diffusers' layout, or a repository; or "
+            "one safetensors file of a transformer, with --config-from."
         ),
     ] = None,
     family: Annotated[
@@ -361,6 +382,14 @@ def init(
             show_default=False,
             help="The transformer that is trained, if a release has one for high and one for low "
             "noise [default: high].",
+        ),
+    ] = None,
+    config_from: Annotated[
+        str | None,
+        typer.Option(
+            show_default=False,
+            help="For one safetensors file: the release that it was made of, a folder or a "
+            "repository.",
         ),
     ] = None,
     data: Annotated[
@@ -401,10 +430,14 @@ def init(
             raise errors.RecipeError(
                 f"{release} says its family and size by its files: leave --family and --size out."
             )
-        template = template_of_release(release, task, expert)
+        template = template_of_release(release, task, expert, config_from)
     elif expert is not None:
         raise errors.RecipeError(
             f"--expert {expert} is for a release with two transformers: name the release."
+        )
+    elif config_from is not None:
+        raise errors.RecipeError(
+            f"--config-from {config_from} is for one safetensors file: name the file."
         )
     elif family is not None:
         template = find_template(family, task, size)

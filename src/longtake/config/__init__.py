@@ -27,6 +27,7 @@ from longtake.config.model import (
     Quantization,
     TextSection,
     TrainableSection,
+    is_one_file,
 )
 from longtake.config.recipe import Recipe
 from longtake.config.resume import (

@@ -1,6 +1,7 @@
 """Recipe keys of the model and its parts: `model`, `trainable`, `codec` and `text`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
@@ -30,6 +31,11 @@ EXPERT_FOLDERS: Mapping[Expert, str] = {"high": "transformer", "low": "transform
 """Folder of each expert in a release."""
 
 
+def is_one_file(where: str) -> bool:
+    """Return True if `pretrained` names one safetensors file of weights, and no release."""
+    return Path(where).suffix.lower() in (".safetensors", ".sft")
+
+
 class ModelSection(Section):
     """The transformer: its family, the release to start from, and the precision of its weights."""
 
@@ -38,8 +44,11 @@ class ModelSection(Section):
     `flux2`, `qwen_image`, `qwen_image_edit`, `qwen_image_edit_plus`, `qwen_image21`,
     `z_image`, `krea2`, `tubelet`, or your own Family, as `package.module:Class`."""
     pretrained: str | None = None
-    """Released model to start from, as a diffusers folder or repository id; without it, random
-    weights."""
+    """Released model to start from, as a diffusers folder or repository id, or one safetensors file
+    of the transformer's weights; without it, random weights."""
+    config_from: str | None = None
+    """For a `pretrained` that is one file: the release that it was made of, as a diffusers folder
+    or repository id. The configurations of transformer and scheduler are read from it."""
     transformer_class: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
     """A class of your own to use instead of the family's diffusers transformer, with the same name,
     such as an edited copy of its file: "my_project.wan:WanTransformer3DModel". It is imported from
@@ -100,6 +109,35 @@ class ModelSection(Section):
                 f'model.subfolder = "{self.subfolder}": leave model.subfolder out'
             )
         return self
+
+    @model_validator(mode="after")
+    def _one_file_has_a_release(self) -> Self:
+        is_file = self.pretrained is not None and is_one_file(self.pretrained)
+        if is_file and self.config_from is None:
+            raise ValueError(
+                f"model.pretrained = {self.pretrained} is one file of weights, which has no "
+                "configuration: set model.config_from to the release that it was made of (a folder "
+                "in diffusers' layout or a repository id), and codec.pretrained and "
+                "text.pretrained to the release of its VAE and text encoders, most often the same"
+            )
+        if self.config_from is not None and not is_file:
+            raise ValueError(
+                f"model.config_from = {self.config_from} is for a model.pretrained that is one "
+                "safetensors file: name the file there, or leave model.config_from out"
+            )
+        return self
+
+    def release(self) -> str | None:
+        """Return the release that has the model's configurations; None for random weights."""
+        return self.config_from or self.pretrained
+
+    def one_file(self) -> Path | None:
+        """Return the file of the transformer's weights, where `pretrained` is one file."""
+        return None if self.config_from is None else Path(str(self.pretrained)).expanduser()
+
+    def without_file(self) -> Self:
+        """Return a section for the release itself, where `pretrained` is one file."""
+        return self.model_copy(update={"pretrained": self.release(), "config_from": None})
 
     def folder(self) -> str:
         """Return the folder of the trained transformer in the release."""

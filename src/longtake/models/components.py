@@ -40,6 +40,7 @@ from longtake.models.codec import Codec, build_codec, outline_codec
 from longtake.models.experts import Experts, OtherExpert, read_experts
 from longtake.models.quantized import quantize_linears
 from longtake.models.recipe_checks import fit_latents, trained_shapes
+from longtake.models.stored_weights import find_in_one_file
 from longtake.models.text import TextEncoder, build_text, outline_text, place_text
 from longtake.parallel import attention_rules
 
@@ -277,10 +278,14 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
     def locate(key: str, where: str, folder: str) -> None:
         located[f"{key}.pretrained {folder}"] = pretrained.locate(where, folder) / folder
 
-    if recipe.model.pretrained is not None:
+    if (release := recipe.model.release()) is not None:
+        own, file = recipe.model.folder(), recipe.model.one_file()
         is_pair = recipe.model.expert is not None and recipe.sampling.in_training
-        for folder in config.EXPERT_FOLDERS.values() if is_pair else [recipe.model.folder()]:
-            locate("model", recipe.model.pretrained, folder)
+        for folder in config.EXPERT_FOLDERS.values() if is_pair else [own]:
+            if file is None or folder != own:
+                locate("model", release, folder)
+        if file is not None:
+            located["model.pretrained"] = file
     if not frozen_parts:
         return located
     for key, where, part in (
@@ -303,8 +308,8 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
 def chosen_family(section: config.ModelSection) -> Family:
     """Return the model family that a section names; ModelError if its release is another's."""
     recognition.refuse_other_family(section, FAMILIES)
-    if section.pretrained is not None:
-        release_checks.refuse_wrong_expert(releases.pipeline_index(section.pretrained), section)
+    if (release := section.release()) is not None:
+        release_checks.refuse_wrong_expert(releases.pipeline_index(release), section)
     chosen = family(section.family)
     if section.transformer_class is not None and not hasattr(chosen, "transformer_class"):
         raise RecipeError(
@@ -344,7 +349,8 @@ def _build(
     weights: Source,
 ) -> tuple[nn.Module, deferred_init.DeferredWeights]:
     section, files = recipe.model, None
-    if weights == "files":
+    file = section.one_file()
+    if weights == "files" and file is None:
         assert section.pretrained is not None
         files = deferred_init.files_in(
             pretrained.locate(section.pretrained, section.folder()) / section.folder()
@@ -353,9 +359,13 @@ def _build(
     if weights == "seed":
         # The same constructor on the meta device; each rank runs it again for its shard.
         program = deferred_init.record(lambda: chosen.build(section, shapes, text, weights=False))
-    if weights == "checkpoint" or files is not None or program is not None:
+    is_later = weights == "files" and file is not None
+    if weights == "checkpoint" or is_later or files is not None or program is not None:
         with torch.random.fork_rng(devices=[]), deferred_init.parameters_on_meta():
             model = chosen.build(section, shapes, text, weights="later")
+        if is_later:
+            assert file is not None
+            files = find_in_one_file(file, model)
         deferred = deferred_init.deferred_parameters(model)
         # `adapt` may have changed the model's layout after the constructor that was recorded.
         fits = program is None or program.shapes == deferred_init.shapes_of(deferred)

@@ -27,6 +27,12 @@ from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.models import numerics, pretrained, release_checks, releases
 from longtake.models.quantized import QuantizedLinear
+from longtake.models.stored_weights import (
+    Rows,
+    StoredTensor,
+    find_in_one_file,
+    refuse_misfits,
+)
 
 Weights = bool | Literal["later"]
 """Choice for the weights of a model to build: True with values, False on the meta device, `later`
@@ -67,8 +73,8 @@ class DeferredWeights:
     """The parameters of a model that have no values yet, and the source of their values."""
 
     parameters: Sequence[DeferredParameter] = ()
-    files: Mapping[str, Path] | None = None
-    """File that holds each parameter, by its stored name; if this and `program` are None, a
+    files: Mapping[str, StoredTensor] | None = None
+    """Place of each parameter in a file, by its stored name; if this and `program` are None, a
     checkpoint fills the parameters."""
     program: "InitProgram | None" = None
     """Recorded initialisation that draws the parameters at random."""
@@ -111,12 +117,17 @@ def build_transformer(
         pretrained.refuse_unused(
             "model", {"config": section.config}, "model.pretrained brings its own"
         )
-        where, subfolder = section.pretrained, section.folder()
-        folder = pretrained.locate(where, subfolder) if weights else None
+        where, subfolder = str(section.release()), section.folder()
+        file = section.one_file()
+        folder = None
+        if weights and file is None:
+            folder = pretrained.locate(where, subfolder)
         release = releases.read_release(section)
         pretrained.refuse_other_class(release.config, model_class, where, subfolder)
         release_checks.refuse_untrained(release, channel_ratios, section)
-        if folder is None:
+        if file is not None:
+            model = _from_one_file(model_class, section, file, weights)
+        elif folder is None:
             model = on_meta(model_class, where, subfolder)
         elif weights == "later":
             config = pretrained.read_config(folder / subfolder / "config.json")
@@ -134,6 +145,27 @@ def build_transformer(
                 f"The transformer's {name} is {model.config[name]}, but codec and text encoder "
                 f"give {expected}. Use the codec and text encoder that belong to it."
             )
+    return model
+
+
+def _from_one_file(
+    model_class: Any, section: ModelSection, file: Path, weights: Weights
+) -> nn.Module:
+    """Build a transformer whose weights are one file, which is checked name by name."""
+    where, subfolder = str(section.release()), section.folder()
+    config = releases.part_config(where, subfolder)
+    if weights:
+        with parameters_on_meta():
+            model = _from_config(model_class, config, where, subfolder)
+        model.eval()  # as from_pretrained does
+    else:
+        model = on_meta(model_class, where, subfolder)
+    found = find_in_one_file(file, model)
+    refuse_misfits(model, found, file, where)
+    if weights is True:
+        numerics.keep_weights_in(model, numerics.DTYPES[section.dtype])
+        DeferredWeights(deferred_parameters(model)).give_memory(model, torch.device("cpu"))
+        read_into(model.state_dict(), found)
     return model
 
 
@@ -174,7 +206,9 @@ def deferred_parameters(model: nn.Module) -> list[DeferredParameter]:
 
 
 def can_be_filled(
-    deferred: Iterable[DeferredParameter], model: nn.Module, files: Mapping[str, Path] | None
+    deferred: Iterable[DeferredParameter],
+    model: nn.Module,
+    files: Mapping[str, StoredTensor] | None,
 ) -> bool:
     """Return True if a model's missing parameters can be filled later, from `files` if given.
 
@@ -192,10 +226,10 @@ def can_be_filled(
         return False
     stored: dict[str, tuple[int, ...]] = {}
     try:
-        for file in {files[name] for name in expected}:
+        for file in {files[name].file for name in expected}:
             with safe_open(file, framework="pt") as opened:
-                held = [name for name in expected if files[name] == file]
-                stored |= {name: tuple(opened.get_slice(name).get_shape()) for name in held}
+                held = [name for name in expected if files[name].file == file]
+                stored |= {name: files[name].shape_in(opened) for name in held}
     except (OSError, SafetensorError):
         return False
     return stored == expected
@@ -372,7 +406,8 @@ class InitProgram:
                     if storage in call.makes:
                         made[storage] = each.untyped_storage()
                 for name in ready[number]:
-                    _fill(targets[name], real(self._places[name]))
+                    part, values = _part(targets[name]), real(self._places[name])
+                    _local(targets[name]).copy_(values if part is None else values[part])
                 # A storage is freed after its last use: few parameters are whole in memory at a
                 # time.
                 for storage in self._touched(number):
@@ -426,30 +461,31 @@ def placeholders_on_cpu(deferred: Sequence[DeferredParameter]) -> Iterator[None]
                 each.module._parameters[each.name] = parameter
 
 
-def files_in(folder: Path) -> dict[str, Path] | None:
-    """Find the safetensors file of each tensor, as diffusers' `save_pretrained` writes them.
+def files_in(folder: Path) -> dict[str, StoredTensor] | None:
+    """Find each tensor in safetensors files, as diffusers' `save_pretrained` writes them.
 
     None if the weights are in another format or incomplete; diffusers then loads them.
     """
     try:
         if (folder / _FILE).is_file():
             with safe_open(folder / _FILE, framework="pt") as opened:
-                return dict.fromkeys(opened.keys(), folder / _FILE)
+                names = opened.keys()
+                return {name: StoredTensor(folder / _FILE, (Rows(name),)) for name in names}
         listed = json.loads((folder / f"{_FILE}.index.json").read_bytes())["weight_map"]
-        files = {str(name): folder / file for name, file in listed.items()}
+        files = {str(n): StoredTensor(folder / file, (Rows(n),)) for n, file in listed.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, SafetensorError):
         return None
-    return files if all(file.is_file() for file in set(files.values())) else None
+    return files if all(file.is_file() for file in {e.file for e in files.values()}) else None
 
 
-def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
+def read_into(targets: Mapping[str, Target], files: Mapping[str, StoredTensor]) -> None:
     """Read values from files into tensors and quantised layers; a DTensor gets its own shard."""
 
     def read(file: Path, names: Sequence[str]) -> None:
         try:
             with safe_open(file, framework="pt") as opened:
                 for name in names:
-                    _fill(targets[name], opened.get_slice(name))
+                    _fill_from(targets[name], files[name], opened)
         except (OSError, RuntimeError, SafetensorError) as error:
             raise ModelError(
                 f"{file} cannot be read: {error}. Download or copy it again."
@@ -458,9 +494,10 @@ def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
     # Each batch is of one file, and of little more than `_BYTES_PER_MAPPING` bytes.
     batches: list[tuple[Path, list[str]]] = []
     size = 0
-    for name in sorted(targets, key=lambda name: (files[name], name)):
-        if not batches or batches[-1][0] != files[name] or size >= _BYTES_PER_MAPPING:
-            batches.append((files[name], []))
+    for name in sorted(targets, key=lambda name: (files[name].file, name)):
+        file = files[name].file
+        if not batches or batches[-1][0] != file or size >= _BYTES_PER_MAPPING:
+            batches.append((file, []))
             size = 0
         batches[-1][1].append(name)
         target = targets[name]
@@ -471,17 +508,27 @@ def read_into(targets: Mapping[str, Target], files: Mapping[str, Path]) -> None:
 
 
 @torch.no_grad()
-def _fill(tensor: Target, stored: Any) -> None:
-    if isinstance(tensor, QuantizedLinear):
-        tensor.load(stored[...])
+def _fill_from(target: Target, stored: StoredTensor, opened: Any) -> None:
+    if not isinstance(target, QuantizedLinear):
+        part = _part(target)
+        # A rank may have no rows of a small tensor.
+        if part is None or all(each.stop > each.start for each in part):
+            _local(target).copy_(stored.read(opened, part))
         return
+    codes = stored.read_codes(opened)
+    if codes is None or not target.load_codes(*codes):
+        target.load(stored.read(opened))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(tensor: Tensor) -> tuple[slice, ...] | None:
+    """Return the part of a DTensor that this rank has; None for an ordinary tensor."""
     if not isinstance(tensor, DTensor):
-        tensor.copy_(stored[...])
-        return
+        return None
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
-    # A rank may have no rows of a small tensor.
-    if all(shape):
-        part = tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
-        tensor.to_local().copy_(stored[part])
+    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))

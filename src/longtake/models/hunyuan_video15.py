@@ -258,7 +258,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         release = releases.read_release(section)
         scale = self.guidance_scale
         if release.guider is not None:
-            scale = _guidance_scale(release.guider, str(section.pretrained))
+            scale = _guidance_scale(release.guider, str(section.release()))
         # Without guidance there is no pass without a caption for which the model would have to
         # train.
         dropout = base.Defaults.caption_dropout if scale != 1 else 0.0

@@ -141,7 +141,7 @@ class Krea2(diffusers_family.DiffusersFamily):
         for name, value in expected.items():
             if (found := index.get(name) or value) != value:
                 raise RecipeError(
-                    f"{section.pretrained}: its model_index.json has {name} {found}. longtake "
+                    f"{section.release()}: its model_index.json has {name} {found}. longtake "
                     f"trains Krea 2 with {value}; name a release that has it."
                 )
         if model.config.num_text_layers != len(_LAYERS):

@@ -30,7 +30,17 @@ _OBJECTIVE_FILES = (
     "model_index.json",
     "modular_model_index.json",
 )
-_ONE_FILE = (".safetensors", ".sft", ".ckpt", ".pt", ".pth", ".bin", ".gguf")
+_INSTEAD_OF_FILES = {
+    ".gguf": "longtake does not read the formats of GGUF. Take the model's safetensors file, in "
+    "bf16 or fp8; model.quantize keeps frozen weights in fewer bits.",
+    **dict.fromkeys(
+        (".ckpt", ".pt", ".pth", ".bin"),
+        "Reading a file of this kind can run code that is in it, so that longtake reads "
+        "safetensors only. Take the model's safetensors file.",
+    ),
+}
+"""Advice for files of weights that are never read, by their ending."""
+_ONE_FILE = (".safetensors", ".sft", *_INSTEAD_OF_FILES)
 _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
 
 
@@ -237,12 +247,14 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
     folder = Path(where).expanduser()
     if not folder.is_dir():
         if folder.suffix.lower() in _ONE_FILE or folder.is_file():
-            raise ModelError(
-                f"{where} is one file of weights. longtake loads folders in diffusers' layout, "
-                f"with {subfolder}/config.json and weights beside it: name such a folder or a "
-                "repository id, or convert the file with a pipeline's from_single_file(...) and "
-                "save_pretrained(...) of diffusers."
+            other = (
+                f"longtake loads folders in diffusers' layout, with {subfolder}/config.json and "
+                "weights beside it: name such a folder or a repository id. Of a transformer one "
+                "safetensors file is enough as model.pretrained, with its release in "
+                "model.config_from (init: --config-from)."
             )
+            advice = _INSTEAD_OF_FILES.get(folder.suffix.lower(), other)
+            raise ModelError(f"{where} is one file of weights. {advice}")
         # Before any request: a misspelt path must not be asked for on the network.
         if not _REPOSITORY_ID.fullmatch(where):
             raise ModelError(

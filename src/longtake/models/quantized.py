@@ -114,6 +114,18 @@ class QuantizedLinear(FrozenLinear):
             for buffer, value in zip(self.stored(), made, strict=True):
                 buffer.copy_(value)
 
+    @torch.no_grad()
+    def load_codes(self, codes: Tensor, scale: Tensor) -> bool:
+        """Take a weight's codes as they are, and its scales [rows, 1] rounded to bf16.
+
+        False, and nothing is taken, if the layer has another number format.
+        """
+        if self.kind == "nf4" or codes.dtype != self.codes.dtype:
+            return False
+        self.codes.copy_(codes)
+        self.get_buffer("scale").copy_(scale)
+        return True
+
     def weight_as(self, dtype: torch.dtype) -> Tensor:
         return _dequantized(self.kind, self.stored(), self.in_features, dtype)
 

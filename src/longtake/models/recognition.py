@@ -342,7 +342,7 @@ def recognise(section: ModelSection, families: Collection[str]) -> Kind | None:
     Raises:
         ModelError: the release is refused by name, or its family is not in `families`.
     """
-    where = section.pretrained
+    where = section.release()
     assert where is not None
     index: Mapping[str, Any] = releases.pipeline_index(where)
     config: Mapping[str, Any] = {}
@@ -396,6 +396,6 @@ def refuse_other_family(section: ModelSection, families: Collection[str]) -> Non
     may = {each.family for each in KINDS if each.transformer == kind.transformer}
     if section.family not in may:
         raise ModelError(
-            f'{section.pretrained} is {kind.title}: set model.family = "{kind.family}"; it is '
+            f'{section.release()} is {kind.title}: set model.family = "{kind.family}"; it is '
             f'"{section.family}".'
         )

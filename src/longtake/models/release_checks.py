@@ -44,7 +44,7 @@ def refuse_untrained(
     release: Release, channel_ratios: Collection[float], section: ModelSection
 ) -> None:
     """Refuse a release with an objective, expert or inputs that its family does not train."""
-    where = str(section.pretrained)
+    where = str(section.release())
     refuse_other_objectives(release.scheduler, where)
     refuse_wrong_expert(release.pipeline, section)
     refuse_further_inputs(release, channel_ratios, where)
@@ -57,7 +57,7 @@ def has_two_transformers(pipeline: Mapping[str, Any]) -> bool:
 
 def refuse_wrong_expert(pipeline: Mapping[str, Any], section: ModelSection) -> None:
     """Require `model.expert` exactly when the release has two transformers."""
-    where, boundary = str(section.pretrained), pipeline.get("boundary_ratio")
+    where, boundary = str(section.release()), pipeline.get("boundary_ratio")
     has_two, expert = has_two_transformers(pipeline), section.expert
     is_between = isinstance(boundary, int | float) and 0 < boundary < 1
     says = "no boundary_ratio" if boundary is None else f"boundary_ratio {boundary}"

@@ -97,7 +97,7 @@ class PipelineScheduler:
     def shift(self, section: ModelSection) -> ShiftRule:
         """Return the shift in the release's scheduler_config.json, or else the default one."""
         release = releases.read_release(section).scheduler
-        return scheduler_shift(release, self.mu, str(section.pretrained)) or self.default_shift
+        return scheduler_shift(release, self.mu, str(section.release())) or self.default_shift
 
     def build(self, section: ModelSection, rule: ShiftRule, bucket_shift: float) -> Any:
         """Build the exported pipeline's scheduler: the release's, with the run's shift.

@@ -36,7 +36,7 @@ class Release:
 
 def read_release(section: ModelSection) -> Release:
     """Read the configurations of the released model that a model section starts from."""
-    where = section.pretrained
+    where = section.release()
     if where is None:
         return Release(section.config, None, {})
     if Path(where).expanduser().is_dir():
@@ -153,8 +153,9 @@ def release_version(where: str, subfolder: str = "") -> str | None:
 
 def copy_part(section: ModelSection, name: str, folder: Path) -> None:
     """Copy one part of the release that a section names into an exported pipeline."""
-    assert section.pretrained is not None
-    root = locate(section.pretrained, name)
+    where = section.release()
+    assert where is not None
+    root = locate(where, name)
     shutil.copytree(root / name, folder / name)
     # The saved index has null for the part, which the pipeline was built without.
     index = read_config(folder / "model_index.json") | {name: pipeline_index(str(root))[name]}

@@ -110,7 +110,8 @@ def facts_of(recipe: Recipe, device: DeviceBudget, **more: Any) -> Facts | None:
     """
     if os.environ.get(VARIABLE) == "off" or training_classes(recipe):
         return None
-    sections = recipe.model, recipe.codec, recipe.text, recipe.text.second_encoder()
+    file = recipe.model.one_file()
+    sections = recipe.model.without_file(), recipe.codec, recipe.text, recipe.text.second_encoder()
     releases = [
         release_version(each.pretrained, getattr(each, "subfolder", ""))
         for each in sections
@@ -118,6 +119,8 @@ def facts_of(recipe: Recipe, device: DeviceBudget, **more: Any) -> Facts | None:
     ]
     if None in releases:
         return None
+    if file is not None:
+        releases.append(str(fsio.file_version(file)))
     ignored, catalogs = [*_IN_NO_PLAN], dict[str, Any]()
     if recipe.text.kind == "words":
         catalogs = {name: fsio.file_version(path) for name, path in recipe.data.sources().items()}

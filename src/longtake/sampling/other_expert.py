@@ -73,7 +73,7 @@ def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> n
     Without `weights` it is on the meta device.
     """
     assert parts.experts is not None
-    section = recipe.model.model_copy(update={"expert": parts.experts.other})
+    section = recipe.model.without_file().model_copy(update={"expert": parts.experts.other})
     patch = parts.family.patch(section)
     shapes = [latent_shape(parts.codec, bucket, patch) for bucket in recipe.data.shapes()]
     model = parts.family.build(section, shapes, parts.text, weights=weights)

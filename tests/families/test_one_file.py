@@ -1,0 +1,211 @@
+"""One safetensors file as base: the weights of a release, in each layout, to the bit."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.families.originals import ORIGINAL, flux
+from tests.families.row import Row
+from tests.families.rows import ONE_OF_EACH, transformer_class
+from tests.families.tiny import Tiny
+from tests.models.tiny import make_recipe
+from torch import Tensor, nn
+
+from longtake.config import Recipe
+from longtake.errors import ModelError, RecipeError
+from longtake.models.components import Source, assemble, outline
+from longtake.models.quantized import QuantizedLinear
+from longtake.models.stored_weights import Rows, StoredTensor, find_in_one_file
+
+_ORIGINAL = [row for row in ONE_OF_EACH if transformer_class(row) in ORIGINAL]
+_WITH_JOINED = next(r for r in _ORIGINAL if transformer_class(r) == "ZImageTransformer2DModel")
+_COMFYUI = "model.diffusion_model."
+
+
+def _released(tiny: Tiny) -> dict[str, Tensor]:
+    (file,) = (tiny.folder / "release" / "transformer").glob("*.safetensors")
+    return load_file(file)
+
+
+def _original(tiny: Tiny) -> dict[str, Tensor]:
+    named = ORIGINAL[transformer_class(tiny.row)](_released(tiny))
+    return {name: value.contiguous() for name, value in named.items()}
+
+
+def _recipe(tiny: Tiny, weights: Mapping[str, Tensor], file: Path, **model: Any) -> Recipe:
+    save_file(dict(weights), file)
+    release = str(tiny.folder / "release")
+    return tiny.recipe(model={"pretrained": str(file), "config_from": release, **model})
+
+
+def _loaded(recipe: Recipe, source: Source = "here") -> nn.Module:
+    parts = assemble(recipe, (), None, frozen_parts=False, weights=source)
+    assert bool(parts.unfilled.parameters) == (source == "files")
+    parts.unfilled.give_memory(parts.model, torch.device("cpu"))
+    parts.unfilled.fill()
+    return parts.model
+
+
+def _assert_equal(model: nn.Module, expected: Mapping[str, Tensor]) -> None:
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("row", _ORIGINAL, ids=transformer_class)
+def test_an_original_file_gives_the_weights_of_the_release(
+    row: Row, tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    """ComfyUI's prefix tells them from those of other parts, such as a VAE's."""
+    tiny = tiny_of(row)
+    named = {f"{_COMFYUI}{name}": value for name, value in _original(tiny).items()}
+    vae = {"first_stage_model.decoder.conv_in.weight": torch.ones(3)}
+    recipe = _recipe(tiny, named | vae, tmp_path / "model.safetensors")
+    _assert_equal(_loaded(recipe, "files"), _released(tiny))
+
+
+@pytest.mark.parametrize("row", ONE_OF_EACH, ids=transformer_class)
+def test_a_file_may_have_the_names_of_diffusers(
+    row: Row, tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    tiny = tiny_of(row)
+    _assert_equal(
+        _loaded(_recipe(tiny, _released(tiny), tmp_path / "model.safetensors")), _released(tiny)
+    )
+
+
+def test_black_forest_labs_names_of_flux_1(tmp_path: Path) -> None:
+    """Diffusers' converter takes the release's width alone: of its rows one column is enough."""
+    with torch.device("meta"):
+        model: Any = FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
+    columns = {
+        name: torch.randn(value.shape[:1] + (1,) * (value.dim() - 1))
+        for name, value in model.state_dict().items()
+    }
+    file = tmp_path / "model.safetensors"
+    save_file({name: value.contiguous() for name, value in flux(columns).items()}, file)
+    with safe_open(file, "pt") as opened:
+        found = {n: each.read(opened) for n, each in find_in_one_file(file, model).items()}
+    torch.testing.assert_close(found, columns, rtol=0, atol=0)
+
+
+def _scaled(weights: Mapping[str, Tensor], by: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The blocks' matrices in fp8 with scales, and what they are worth."""
+    stored, exact = dict(weights), dict(weights)
+    for name in [n for n in weights if re.search(r"layers|refiner", n) and weights[n].dim() == 2]:
+        layer = name.removesuffix(".weight")
+        sizes = weights[name].abs()
+        most = sizes.max() if by == "tensor" else sizes.amax(1, keepdim=True)
+        # Powers of two, so that bf16 holds them.
+        scale = torch.exp2(torch.ceil(torch.log2(most / 448)))
+        stored[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        exact[name] = stored[name].float() * scale
+        stored[f"{layer}.{'scale_weight' if by == 'tensor' else 'weight_scale'}"] = scale
+        if by == "row":
+            settings = json.dumps({"format": "float8_e4m3fn"}).encode()
+            stored[f"{layer}.comfy_quant"] = torch.tensor(list(settings), dtype=torch.uint8)
+            stored[f"{layer}.input_scale"] = torch.ones(())
+    if by == "tensor":
+        stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
+    return stored, exact
+
+
+@pytest.mark.parametrize("by", ["tensor", "row"])
+def test_fp8_weights_with_scales_keep_their_bits(
+    by: str, tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    """Layers of model.quantize = "fp8" hold the file's codes; otherwise they are multiplied out."""
+    tiny = tiny_of(_WITH_JOINED)
+    stored, exact = _scaled(_original(tiny), by)
+    expected = _loaded(_recipe(tiny, exact, tmp_path / "exact.safetensors"))
+    recipe = _recipe(tiny, stored, tmp_path / "model.safetensors")
+    _assert_equal(_loaded(recipe, "files"), expected.state_dict())
+    section = recipe.model.model_copy(update={"quantize": "fp8"})
+    lora = recipe.trainable.model_copy(update={"kind": "lora"})
+    model = _loaded(recipe.model_copy(update={"model": section, "trainable": lora}), "files")
+    layers = {n: each for n, each in model.named_modules() if isinstance(each, QuantizedLinear)}
+    assert layers
+    for name, layer in layers.items():
+        weight = expected.get_submodule(name.removesuffix(".base_layer")).weight
+        torch.testing.assert_close(layer.weight, weight, rtol=0, atol=0)
+
+
+def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path) -> None:
+    """By which ranks read their shards."""
+    file = tmp_path / "model.safetensors"
+    codes = torch.randn(6, 4).to(torch.float8_e4m3fn)
+    scales = {"one": torch.tensor(0.3), "rows": torch.rand(6)}
+    save_file({"codes": codes, "flat": torch.arange(8.0), **scales}, file)
+    joined = (Rows("codes", 1, 3, "rows"), Rows("codes", 0, 1, "one"))
+    with safe_open(file, "pt") as opened:
+        for stored in (
+            StoredTensor(file, (Rows("codes"),)),
+            StoredTensor(file, (Rows("codes", scale="rows"),)),
+            StoredTensor(file, (Rows("codes", 2, 6, "rows"),), (4, 4)),
+            StoredTensor(file, joined, (3, 4)),
+            StoredTensor(file, (Rows("flat", 0, 8),), (4, 2), is_reshaped=True),
+        ):
+            whole, part = stored.read(opened), (slice(1, 3), slice(0, 2))
+            assert whole.shape == stored.shape_in(opened)
+            torch.testing.assert_close(stored.read(opened, part), whole[part], rtol=0, atol=0)
+            by_row = codes[2:6].float() * scales["rows"][2:6, None]
+            if stored.shape == (4, 4):
+                torch.testing.assert_close(whole, by_row, rtol=0, atol=0)
+
+
+def _packed(settings: Mapping[str, str]) -> dict[str, Tensor]:
+    text = json.dumps(settings).encode()
+    return {"blocks.0.attn1.to_q.comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
+
+
+_Q = "blocks.0.attn1.to_q.weight"
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({_Q: None}, f"lacks 1 of .* tensors, such as {_Q}"),
+        ({"blocks.9.new": torch.ones(1)}, r"has 1 tensor too many, such as blocks\.9\.new"),
+        ({_Q: torch.ones(2, 3)}, rf"1 tensor of another shape, such as {_Q} \(\[2, 3\] in place"),
+        ({_Q: torch.ones(2, 3, dtype=torch.int8)}, r"a format that longtake does not read \(I8\)"),
+        (_packed({"format": "nvfp4"}), r"does not read \(nvfp4\)"),
+        ({"blocks.0.attn1.to_q.weight_scale": torch.ones(2, 2)}, r"a scale of the shape \[2, 2\]"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_refused_by_a_plan(
+    changed: Mapping[str, Tensor | None],
+    message: str,
+    tiny_of: Callable[[Row], Tiny],
+    tmp_path: Path,
+) -> None:
+    tiny = tiny_of(next(r for r in ONE_OF_EACH if transformer_class(r) == "WanTransformer3DModel"))
+    changes = {**_released(tiny), **changed}
+    weights = {n: v for n, v in changes.items() if v is not None}
+    with pytest.raises(ModelError, match=message):
+        outline(_recipe(tiny, weights, tmp_path / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"pretrained": "m.safetensors"}, "set model.config_from to the release .* codec.pretrai"),
+        ({"pretrained": "a/release", "config_from": "a/release"}, "or leave model.config_from out"),
+    ],
+)
+def test_a_recipe_names_a_file_and_its_release(keys: Mapping[str, str], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_recipe("wan", (1, 32, 32), model={"family": "wan", **keys})
+
+
+def test_an_original_layout_without_a_converter_is_refused(
+    tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    row = next(r for r in ONE_OF_EACH if transformer_class(r).startswith("HunyuanVideo15"))
+    recipe = _recipe(tiny_of(row), {"double_blocks.0": torch.ones(1)}, tmp_path / "m.safetensors")
+    with pytest.raises(ModelError, match="diffusers converts no other layout"):
+        outline(recipe)
