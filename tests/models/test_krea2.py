@@ -122,7 +122,7 @@ def test_a_lora_with_the_names_of_kreas_code_is_read(released: Path, tmp_path: P
     save_file(state, file)
     found = read_lora(file, parts.model, parts.family)
     assert {name.rpartition(".attn.")[2] for name in found} == {"to_gate", "to_out.0"}
-    gate = found["transformer_blocks.1.attn.to_gate"]
+    gate: Any = found["transformer_blocks.1.attn.to_gate"]
     assert torch.equal(gate.up, state["diffusion_model.blocks.1.attn.gate.lora_B.weight"])
 
 

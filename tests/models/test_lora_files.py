@@ -3,13 +3,14 @@
 import copy
 import json
 import os
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import diffusers
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tests.build import TINY_WAN, MakeRecipe, fill_lora
@@ -20,7 +21,8 @@ from longtake.config import Recipe
 from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import Format, export
 from longtake.models.components import Components, assemble, outline
-from longtake.models.lora_files import StoredLora, load_lora, read_lora
+from longtake.models.lora_files import load_lora, read_lora
+from longtake.models.lora_kinds import StoredLokr, StoredLora
 from longtake.models.trainable import adapter_layers, lora_layers, lora_state, plain_copy
 from longtake.models.wan import original_name
 from longtake.sampling.sampler import Sampler
@@ -145,44 +147,257 @@ def test_lora_of_another_model_is_refused_by_name(
         read_lora(file, meta.model, meta.family)
 
 
-def _fused(name: str, width: int, parts: int) -> dict[str, Tensor]:
-    """A layer of kohya's FLUX files: one LoRA for several of diffusers' layers."""
-    generator, flat = torch.Generator().manual_seed(parts), f"lora_unet_{name}"
-    return {
-        f"{flat}.lora_down.weight": torch.randn(4, width, generator=generator),
-        f"{flat}.lora_up.weight": torch.randn(parts * width, 4, generator=generator),
-        f"{flat}.alpha": torch.tensor(2.0),
-    }
+def _lora(rows: int, columns: int, rank: int = 4) -> dict[str, Tensor]:
+    up, down = torch.randn(rows, rank), torch.randn(rank, columns)
+    return {"lora_up.weight": up, "lora_down.weight": down, "alpha": torch.tensor(2.0)}
 
 
-def test_kohyas_fused_flux_layers_are_divided(tmp_path: Path) -> None:
-    """Diffusers' converter knows them at FLUX's own width only; others are refused."""
-    file, found = tmp_path / "kohya.safetensors", dict[str, StoredLora]()
-    for heads, head_dim in ((4, 32), (24, 128)):
-        recipe = config.load(
-            _ROOT / "examples" / "tiny_flux_module.toml", _fused_flux(heads, head_dim)
-        )
-        meta, width = outline(recipe), heads * head_dim
-        double = _fused("double_blocks_0_img_attn_qkv", width, 3)
-        single = _fused("single_blocks_0_linear1", width, 7)
-        save_file(double | single, file)
-        if width == 3072:
-            found = read_lora(file, meta.model, meta.family)
+def _loha(rows: int, columns: int) -> dict[str, Tensor]:
+    sides = {f"hada_w{n}_a": torch.randn(rows, 3) for n in (1, 2)}
+    return (
+        sides
+        | {f"hada_w{n}_b": torch.randn(3, columns) for n in (1, 2)}
+        | {"alpha": torch.tensor(2.0)}
+    )
+
+
+def _lokr(
+    first: tuple[int, int], ranks: tuple[int | None, int | None], second: tuple[int, int]
+) -> dict[str, Tensor]:
+    """LoKr whose second factor, and first, are two matrices of a rank, or one for None."""
+    made = {"alpha": torch.tensor(1.0)}
+    for name, (rows, columns), rank in zip(("w2", "w1"), (second, first), ranks, strict=True):
+        if rank is None:
+            made[f"lokr_{name}"] = torch.randn(rows, columns)
         else:
-            with pytest.raises(RecipeError, match="0 of its 6 weights fit the layers"):
-                read_lora(file, meta.model, meta.family)
-    for front, stored, names in (
-        ("transformer_blocks.0.", double, ("attn.to_q", "attn.to_k", "attn.to_v")),
+            made[f"lokr_{name}_a"] = torch.randn(rows, rank)
+            made[f"lokr_{name}_b"] = torch.randn(rank, columns)
+    return made
+
+
+def _lycoris_delta(parts: dict[str, Tensor]) -> Tensor:
+    """What LyCORIS and ComfyUI add to a weight: lycoris/modules/locon.py, loha.py and lokr.py.
+
+    Alpha is divided by the rank of the low-rank matrices; without it, and for LoKr of two full
+    matrices, the scale is 1.
+    """
+    if "lora_up.weight" in parts:
+        rank, delta = len(parts["lora_down.weight"]), parts["lora_up.weight"]
+        delta = delta @ parts["lora_down.weight"]
+    elif "hada_w1_a" in parts:
+        rank = len(parts["hada_w1_b"])
+        first, second = (parts[f"hada_w{n}_a"] @ parts[f"hada_w{n}_b"] for n in (1, 2))
+        delta = first * second
+    else:
+        factors, rank = [], 0
+        for name in ("lokr_w1", "lokr_w2"):
+            factor = parts.get(name)
+            if factor is None:
+                factor, rank = parts[f"{name}_a"] @ parts[f"{name}_b"], len(parts[f"{name}_b"])
+            factors.append(factor)
+        delta = torch.kron(*factors)
+    return delta * (parts["alpha"] / rank if "alpha" in parts and rank else 1)
+
+
+def _save_for_each(file: Path, layers: Iterable[str], parts: dict[str, Tensor]) -> None:
+    """Write the same tensors for each layer under LyCORIS' names for Wan."""
+    flat = [f"lycoris_{original_name(layer).replace('.', '_')}" for layer in layers]
+    save_file({f"{name}.{k}": v.clone() for name in flat for k, v in parts.items()}, file)
+
+
+_TINY = 24  # rows and columns of tiny Wan's attention
+_FILES: dict[str, tuple[Callable[[], dict[str, Tensor]], int]] = {
+    "loha": (lambda: _loha(_TINY, _TINY), 9),
+    "loha without alpha": (lambda: _without(_loha(_TINY, _TINY), "alpha"), 9),
+    "lokr": (lambda: _lokr((4, 4), (2, None), (6, 6)), 8),
+    "lokr of another factor": (lambda: _lokr((2, 3), (2, None), (12, 8)), 4),
+    "lokr of low rank": (lambda: _lokr((4, 4), (2, 2), (6, 6)), 4),
+    "lokr with a full second factor": (lambda: _lokr((12, 12), (None, 1), (2, 2)), 2),
+    "lokr of two full matrices": (
+        lambda: _lokr((4, 4), (None, None), (6, 6)) | {"alpha": torch.tensor(1e10)},
+        24,
+    ),
+    "lokr without alpha": (lambda: _without(_lokr((4, 4), (2, None), (6, 6)), "alpha"), 8),
+}
+
+
+def _without(parts: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: value for key, value in parts.items() if key != name}
+
+
+@pytest.mark.parametrize("stored", list(_FILES))
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_loha_and_lokr_become_lora_of_exactly_their_strength(
+    small_recipe: MakeRecipe, tmp_path: Path, stored: str, kind: str
+) -> None:
+    make, rank = _FILES[stored]
+    parts = assemble(
+        small_recipe(*TINY_WAN, f"trainable={{kind='{kind}', rank={rank}, alpha=3}}"), ["a b"], None
+    )
+    layers, file = dict(adapter_layers(parts.model)), tmp_path / "a.safetensors"
+    tensors = make()
+    if kind == "dora":
+        tensors["dora_scale"] = torch.rand(_TINY, 1) + 0.5
+    _save_for_each(file, layers, tensors)
+    load_lora(read_lora(file, parts.model, parts.family), parts.model)
+    plain = plain_copy(parts.model)
+    for name, layer in layers.items():
+        changed = layer.get_base_layer().weight + _lycoris_delta(tensors)
+        if kind == "dora":
+            changed = tensors["dora_scale"] * changed / changed.norm(dim=1, keepdim=True)
+        found = plain.get_submodule(name).weight
+        torch.testing.assert_close(found, changed, rtol=1e-5, atol=1e-5)
+    lower = outline(small_recipe(*TINY_WAN, f"trainable={{kind='{kind}', rank={rank - 1}}}"))
+    with pytest.raises(RecipeError, match=f"rank {rank}, as LoRA .* trainable.rank = {rank} or"):
+        read_lora(file, lower.model, lower.family)
+
+
+@pytest.mark.parametrize(
+    ("stored", "rank", "refused"),
+    [
+        ("lokr", 2, ""),
+        ("lokr", 5, ""),  # filled up where the layer is of a higher rank, or one matrix
+        ("lokr without alpha", 2, ""),
+        ("lokr of low rank", 2, ""),
+        ("lokr of two full matrices", 5, ""),
+        ("lokr", 1, "trainable.rank = 2 or more"),
+        ("lokr of two full matrices", 2, "trainable.rank = 3 or more"),
         (
-            "single_transformer_blocks.0.",
-            single,
-            ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"),
+            "lokr of another factor",
+            2,
+            r"factors of 2 x 3 and 12 x 8, .* 4 x 4 and 6 x 6.* \"lora\" and trainable.rank = 4",
         ),
+        ("loha", 2, r"holds LoHa, .* trainable.kind = \"lora\" and trainable.rank = 9"),
+    ],
+)
+def test_lokr_starts_lokr_of_its_factors(
+    small_recipe: MakeRecipe, tmp_path: Path, stored: str, rank: int, refused: str
+) -> None:
+    recipe = small_recipe(*TINY_WAN, f"trainable={{kind='lokr', rank={rank}, alpha=3}}")
+    parts, file = assemble(recipe, ["a b"], None), tmp_path / "a.safetensors"
+    layers, tensors = dict(adapter_layers(parts.model)), _FILES[stored][0]()
+    _save_for_each(file, layers, tensors)
+    if refused:
+        with pytest.raises(RecipeError, match=refused):
+            read_lora(file, parts.model, parts.family)
+        return
+    load_lora(read_lora(file, parts.model, parts.family), parts.model)
+    plain = plain_copy(parts.model)
+    for name, layer in layers.items():
+        expected = layer.get_base_layer().weight + _lycoris_delta(tensors)
+        torch.testing.assert_close(plain.get_submodule(name).weight.data, expected)
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_lycoris_files_that_do_not_fit_are_refused_by_name(
+    small_recipe: MakeRecipe, tmp_path: Path, kind: str
+) -> None:
+    meta, file = (
+        outline(small_recipe(*TINY_WAN, "trainable={kind='lora', rank=16}")),
+        tmp_path / "a",
+    )
+    whole = {"loha": _loha(_TINY, _TINY), "lokr": _lokr((4, 4), (2, 2), (6, 6))}[kind]
+    part = {"loha": "hada_w2_b", "lokr": "lokr_w2_b"}[kind]
+    changes: list[tuple[dict[str, Tensor], str]] = [
+        (_without(whole, part), f"lacks {part}"),
+        (whole | {part: whole[part][:-1]}, r"it has .* Expected (hada|lokr)_w1"),
+        (whole | {part: whole[part].clone().fill_(float("nan"))}, "not all finite"),
+        (whole | {"alpha": torch.zeros(())}, "alpha is 0"),
+        (whole | {f"{part[:5]}t2": torch.ones(2, 2)}, f"do not: .*{part[:5]}t2"),
+        (whole | {"dora_scale": torch.ones(1, _TINY)}, "holds DoRA"),
+    ]
+    for tensors, expected in changes:
+        _save_for_each(file, dict(adapter_layers(meta.model)), tensors)
+        with pytest.raises(RecipeError, match=expected):
+            read_lora(file, meta.model, meta.family)
+
+
+@pytest.mark.parametrize("written", ["peft", "comfyui"])
+@pytest.mark.parametrize("rank", [2, 16])
+def test_our_own_lokr_exports_start_a_run_bitwise(
+    small_recipe: MakeRecipe, tmp_path: Path, written: Format, rank: int
+) -> None:
+    recipe = small_recipe(*TINY_WAN, f"trainable={{kind='lokr', rank={rank}, alpha=4}}")
+    parts = _trained(recipe)
+    out = tmp_path / ("lokr.safetensors" if written == "comfyui" else "out")
+    export(Sampler(parts, recipe, 0, torch.device("cpu"), "fp32"), out, written)
+    fresh = assemble(recipe, ["a b"], None)
+    file = out / _EXPORTED[written] if _EXPORTED[written] else out
+    load_lora(read_lora(file, fresh.model, fresh.family), fresh.model)
+    torch.testing.assert_close(lora_state(fresh.model), lora_state(parts.model), rtol=0, atol=0)
+
+
+def test_plain_lora_starts_dora_without_a_change_of_its_weights(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    lora = _trained(small_recipe(*_LORA))
+    save_file({f"transformer.{k}": v for k, v in lora_state(lora.model).items()}, tmp_path / "a")
+    dora = assemble(small_recipe(*TINY_WAN, "trainable={kind='dora', rank=4}"), ["a b"], None)
+    load_lora(read_lora(tmp_path / "a", dora.model, dora.family), dora.model)
+    found, expected = plain_copy(dora.model), plain_copy(lora.model)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict())
+
+
+@pytest.mark.parametrize("kind", ["loha", "lokr"])
+def test_loha_and_lokr_of_peft_begin_at_the_strength_that_peft_merges(
+    small_recipe: MakeRecipe, tmp_path: Path, kind: str
+) -> None:
+    parts = assemble(small_recipe(*TINY_WAN, "trainable={kind='lora', rank=24}"), ["a b"], None)
+    targets, base = list(dict(adapter_layers(parts.model))), plain_copy(parts.model)
+    for rank in (2, 3):  # at 3 LoKr has two full matrices, whose alpha counts in peft
+        options = {"r": rank, "alpha": 8, "target_modules": targets, "init_weights": False}
+        made: Any = {"loha": LoHaConfig, "lokr": LoKrConfig}[kind](**options)
+        theirs = get_peft_model(copy.deepcopy(base), made)
+        theirs.save_pretrained(str(tmp_path / str(rank)))
+        file = tmp_path / str(rank) / "adapter_model.safetensors"
+        load_lora(read_lora(file, parts.model, parts.family), parts.model)
+        expected = theirs.merge_and_unload().state_dict()
+        found = plain_copy(parts.model).state_dict()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["lora", "split_qkv", "dora", "loha", "lokr"])
+def test_kohyas_fused_flux_layers_are_divided_at_their_strength(tmp_path: Path, kind: str) -> None:
+    width, ours = 16, "dora" if kind == "dora" else "lora"
+    recipe = config.load(
+        _ROOT / "examples" / "tiny_flux_module.toml",
+        (*_fused_flux(2, 8), f"trainable.kind={ours}", "trainable.rank=16"),
+    )
+    parts, stored, expected = assemble(recipe, ["a b"], None), dict[str, Tensor](), {}
+    double, single = "transformer_blocks.0.", "single_transformer_blocks.0."
+    for flat, front, names in (
+        ("double_blocks_0_img_attn_qkv", double, ("attn.to_q", "attn.to_k", "attn.to_v")),
+        ("double_blocks_0_txt_attn_qkv", double, tuple(f"attn.add_{n}_proj" for n in "qkv")),
+        ("double_blocks_0_img_attn_proj", double, ("attn.to_out.0",)),
+        ("single_blocks_0_linear1", single, (*(f"attn.to_{n}" for n in "qkv"), "proj_mlp")),
     ):
-        down, up, alpha = stored.values()
-        parts = [found[front + name] for name in names]
-        change = torch.cat([each.up @ each.down * each.scale for each in parts])
-        torch.testing.assert_close(change, up @ down * alpha / 4)
+        layers = [parts.model.get_submodule(front + name) for name in names]
+        weight = torch.cat([layer.get_parameter("base_layer.weight") for layer in layers])
+        rows = len(weight)
+        tensors = {
+            "loha": lambda rows=rows: _loha(rows, width),
+            "lokr": lambda rows=rows: _lokr((rows // 8, 2), (2, None), (8, 8)),
+        }.get(kind, lambda rows=rows: _lora(rows, width, rank=12))()
+        if kind == "split_qkv" and len(names) == 3:
+            each = torch.eye(3).repeat_interleave(width, 0).repeat_interleave(4, 1)
+            tensors["lora_up.weight"] *= each
+        changed = weight + _lycoris_delta(tensors)
+        if kind == "dora":
+            tensors["dora_scale"] = torch.rand(rows, 1) + 0.5
+            changed = tensors["dora_scale"] * changed / changed.norm(dim=1, keepdim=True)
+        stored |= {f"lora_unet_{flat}.{key}": value for key, value in tensors.items()}
+        heights = [len(layer.get_parameter("base_layer.weight")) for layer in layers]
+        for name, part in zip(names, torch.split(changed, heights), strict=True):
+            expected[front + name] = part
+    save_file(stored, tmp_path / "kohya.safetensors")
+    lora = read_lora(tmp_path / "kohya.safetensors", parts.model, parts.family)
+    load_lora(lora, parts.model)
+    plain = plain_copy(parts.model)
+    for name, part in expected.items():
+        torch.testing.assert_close(plain.get_submodule(name).weight.data, part)
+    if kind == "split_qkv":
+        assert lora[f"{double}attn.to_q"].rank == 4
+        assert lora[f"{single}attn.to_q"].rank == 12
 
 
 def _fused_flux(heads: int, head_dim: int) -> tuple[str, ...]:
@@ -190,7 +405,7 @@ def _fused_flux(heads: int, head_dim: int) -> tuple[str, ...]:
     return (
         "data.conditioning={}",
         "model.family=flux",
-        "trainable={kind='lora', rank=4, targets=['to_q', 'to_k', 'to_v', 'proj_mlp']}",
+        "trainable={kind='lora', rank=4, targets=['*.attn.*', '*.proj_mlp']}",
         "model.config={num_layers=1, num_single_layers=1, joint_attention_dim=64, "
         f"num_attention_heads={heads}, attention_head_dim={head_dim}, axes_dims_rope={axes}, "
         "pooled_projection_dim=32, guidance_embeds=true}",
@@ -329,8 +544,8 @@ def test_names_of_other_trainers_that_are_plain_renamings_are_read(
             stored[f"{front}{layer.replace('.', '_') if is_flat else layer}.{kind}.weight"] = value
         save_file(stored, file)
         torch.testing.assert_close(_started(recipe, file), expected, rtol=0, atol=0)
-    save_file({"lycoris_blocks_0_self_attn_q.lokr_w1": torch.zeros(2, 2)}, file)
-    with pytest.raises(RecipeError, match=r"lycoris_blocks_0_self_attn_q\.lokr_w1"):
+    save_file({"lycoris_blocks_0_self_attn_q.oft_blocks": torch.zeros(2, 2)}, file)
+    with pytest.raises(RecipeError, match=r"lycoris_blocks_0_self_attn_q\.oft_blocks"):
         _started(recipe, file)
 
 
@@ -343,12 +558,24 @@ def test_of_a_file_for_both_experts_the_half_of_the_recipes_expert_is_read(
     low = {f"transformer_2.{k.removeprefix('transformer.')}": v + 1 for k, v in high.items()}
     alphas = {"transformer.lora_alpha": 4, "transformer_2.lora_alpha": 8}
     save_file(high | low, file, {"lora_adapter_metadata": json.dumps(alphas)})
+    ai_toolkit = {f"diffusion_model.transformer_1.{k[12:]}": v for k, v in high.items()}
+    ai_toolkit |= {f"diffusion_model.transformer_2.{k[14:]}": v for k, v in low.items()}
+    save_file(ai_toolkit, tmp_path / "ai_toolkit.safetensors")
     for expert, weights, scale in (("high", high, 1), ("low", low, 2)):
         found = read_lora(file, parts.model, parts.family, expert)  # type: ignore[arg-type]
         assert {each.scale for each in found.values()} == {scale}
-        assert torch.equal(found["blocks.0.attn1.to_q"].down, next(iter(weights.values())))
+        assert torch.equal(_down(found), next(iter(weights.values())))
+        theirs = tmp_path / "ai_toolkit.safetensors"
+        found = read_lora(theirs, parts.model, parts.family, expert)  # type: ignore[arg-type]
+        assert torch.equal(_down(found), next(iter(weights.values())))
     with pytest.raises(RecipeError, match=r"Set model\.expert"):
         read_lora(file, parts.model, parts.family)
+
+
+def _down(found: dict[str, StoredLora | StoredLokr]) -> Tensor:
+    lora = found["blocks.0.attn1.to_q"]
+    assert isinstance(lora, StoredLora)
+    return lora.down
 
 
 def test_dora_for_comfyui_has_the_trained_strength_there_and_starts_a_run(

@@ -173,8 +173,8 @@ class TrainableSection(Section):
     matrices always has the scale 1."""
     init_from: FilePath | None = None
     """A safetensors file with a LoRA of this model to start from, with the key names of diffusers,
-    peft, ComfyUI, DiffSynth, VideoX-Fun, LyCORIS or kohya's scripts; its rank may be lower than
-    `rank`."""
+    peft, ComfyUI, DiffSynth, VideoX-Fun, LyCORIS, ai-toolkit or kohya's scripts; its rank may be
+    lower than `rank`. LoHa and LoKr become LoRA, or LoKr stays LoKr with `kind = "lokr"`."""
     dtype: Literal["model", "fp32", "bf16"] = "model"
     """Data type of trained LoRA and module weights; `model`: the same as `model.dtype`."""
     modules: dict[SectionName, ModuleSection] = Field(default_factory=dict)
@@ -189,8 +189,8 @@ class TrainableSection(Section):
             )
         if self.targets is not None and self.base() != "lora":
             raise ValueError('trainable.targets needs trainable.kind = "lora", "dora" or "lokr"')
-        if self.init_from is not None and self.kind not in ("lora", "dora"):
-            raise ValueError('trainable.init_from needs trainable.kind = "lora" or "dora"')
+        if self.init_from is not None and self.base() != "lora":
+            raise ValueError('trainable.init_from needs trainable.kind = "lora", "dora" or "lokr"')
         return self
 
     def base(self) -> Literal["full", "lora", "frozen"]:

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -85,6 +86,10 @@ class DiffusersFamily(Family):
     label: str
     """Name of the model family in messages to the user."""
     transformer_class: str
+    original_layers: Mapping[str, tuple[str, ...]] = MappingProxyType({})
+    """Names of linear layers in the release's own code that differ from diffusers', with those of
+    the layers that they are in diffusers: several where the original is one for them, with their
+    rows in this order. `*` is the number of a block."""
     pipeline_class: str
     codec_class: type[Any]
     parts: str

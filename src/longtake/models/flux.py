@@ -24,6 +24,16 @@ _POOLED = "text_encoder"  # folder of CLIP
 _PACK = 2  # latent rows and columns of one token
 
 
+_STREAMS = (("img", "to_{}", "to_out.0"), ("txt", "add_{}_proj", "to_add_out"))
+ORIGINAL_ATTENTION: Mapping[str, tuple[str, ...]] = {
+    f"double_blocks.*.{stream}_attn.{own}": tuple(f"transformer_blocks.*.attn.{n}" for n in names)
+    for stream, inner, outer in _STREAMS
+    for own, names in (("qkv", [inner.format(each) for each in "qkv"]), ("proj", [outer]))
+}
+"""Names of FLUX's attention in the code of its makers, with diffusers' layers."""
+_SINGLE = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
+
+
 class FluxText(TextContract):
     """How FLUX encodes text: T5's embeddings, padding included, and one vector of CLIP."""
 
@@ -62,6 +72,18 @@ class Flux(diffusers_family.DiffusersFamily):
     )
     label = "FLUX"
     transformer_class, pipeline_class = "FluxTransformer2DModel", "FluxPipeline"
+    original_layers: Mapping[str, tuple[str, ...]] = {
+        **ORIGINAL_ATTENTION,
+        "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.net.0.proj",),
+        "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.net.2",),
+        "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.net.0.proj",),
+        "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.net.2",),
+        "double_blocks.*.img_mod.lin": ("transformer_blocks.*.norm1.linear",),
+        "double_blocks.*.txt_mod.lin": ("transformer_blocks.*.norm1_context.linear",),
+        "single_blocks.*.linear1": tuple(f"single_transformer_blocks.*.{n}" for n in _SINGLE),
+        "single_blocks.*.linear2": ("single_transformer_blocks.*.proj_out",),
+        "single_blocks.*.modulation.lin": ("single_transformer_blocks.*.norm.linear",),
+    }
     codec_class = codec.ImageCodec
     parts = "an AutoencoderKL and two transformers text encoders"
     text: TextContract = FluxText()

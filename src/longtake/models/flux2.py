@@ -77,6 +77,15 @@ class Flux2(flux.Flux):
     )
     label = "FLUX.2"
     transformer_class, pipeline_class = "Flux2Transformer2DModel", "Flux2Pipeline"
+    original_layers: Mapping[str, tuple[str, ...]] = {
+        **flux.ORIGINAL_ATTENTION,
+        "double_blocks.*.img_mlp.0": ("transformer_blocks.*.ff.linear_in",),
+        "double_blocks.*.img_mlp.2": ("transformer_blocks.*.ff.linear_out",),
+        "double_blocks.*.txt_mlp.0": ("transformer_blocks.*.ff_context.linear_in",),
+        "double_blocks.*.txt_mlp.2": ("transformer_blocks.*.ff_context.linear_out",),
+        "single_blocks.*.linear1": ("single_transformer_blocks.*.attn.to_qkv_mlp_proj",),
+        "single_blocks.*.linear2": ("single_transformer_blocks.*.attn.to_out",),
+    }
     codec_class = codec.PatchedImageCodec
     parts = "an AutoencoderKLFlux2 and a Mistral3 or Qwen3 text encoder"
     text = Flux2Text(arguments=DECODER)

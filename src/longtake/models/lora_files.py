@@ -6,7 +6,7 @@ name.
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -21,8 +21,10 @@ from longtake import fsio
 from longtake.config import EXPERT_FOLDERS, Expert
 from longtake.errors import ModelError, RecipeError, RecordError
 from longtake.formatting import first_line, printable
+from longtake.models import lora_kinds
 from longtake.models.base import Family
-from longtake.models.trainable import ADAPTER, dora_norm_ratio, lora_layers
+from longtake.models.lora_kinds import StoredLokr, StoredLora, Update
+from longtake.models.trainable import ADAPTER, adapter_layers
 
 _SUFFIXES = {
     ".lora_A.weight": "down",
@@ -35,6 +37,7 @@ _SUFFIXES = {
     ".lora_magnitude_vector": "magnitude",
     ".lora_magnitude_vector.weight": "magnitude",
     ".dora_scale": "magnitude",
+    **{f".{part}": part for part in lora_kinds.LYCORIS_PARTS},
 }
 _OF_TEXT_ENCODERS = ("lora_te", "text_encoder")
 _PREFIXES = ("transformer.", "base_model.model.", "")
@@ -52,44 +55,35 @@ W."""
 _WITHOUT_EFFECT = {
     "auto_mapping",
     "base_model_name_or_path",
+    "decompose_both",
+    "decompose_factor",
     "ensure_weight_tying",
     "eva_config",
     "exclude_modules",
     "inference_mode",
+    "init_weights",
     "layers_pattern",
     "layers_to_transform",
     "lora_dropout",
     "megatron_core",
+    "module_dropout",
     "peft_version",
     "qalora_group_size",
+    "rank_dropout",
+    "rank_dropout_scale",
     "revision",
     "target_modules",
     "task_type",
+    "use_effective_conv2d",
 }
 _EXPECTED: Mapping[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
     "bias": ("none",),
     # Other initialisations, such as PiSSA, also change the frozen weights.
     "init_lora_weights": (True, "gaussian", "eva", "orthogonal"),
 }
 _LAYER_NAME = re.compile(r"[\w.-]+")
-
-
-@dataclass(frozen=True)
-class StoredLora:
-    """The LoRA of one layer as stored in a file."""
-
-    down: Tensor  # [rank, in]
-    up: Tensor  # [out, rank]
-    scale: float
-    magnitude: Tensor | None  # [out] of DoRA
-    is_for_comfyui: bool = False
-    """True if the DoRA magnitude must be divided by `dora_norm_ratio`, as it was made for
-    ComfyUI."""
-
-    @property
-    def rank(self) -> int:
-        return len(self.down)
+_EXPERT = re.compile(r"(?:diffusion_model|transformer)\.transformer_([12])\.")
+_EXPERT_PARTS = {"1": "transformer.", "2": "transformer_2."}
 
 
 @dataclass(frozen=True)
@@ -106,47 +100,42 @@ class _Settings:
 
 def read_lora(
     path: Path, model: nn.Module, family: Family, expert: Expert | None = None
-) -> dict[str, StoredLora]:
+) -> dict[str, StoredLora | StoredLokr]:
     """Read the LoRA of a file for the layers of a model, by the layers' names.
 
-    The model may be on the meta device. From a file for both experts of a release, only the half
-    of `expert` is read.
+    For a model with LoRA, LoHa and LoKr become LoRA; one with LoKr gets LoKr. The model may be on
+    the meta device. From a file for both experts of a release, only the half of `expert` is read.
 
     Raises:
         ModelError: the file, or adapter_config.json beside it, cannot be read.
         RecipeError: it has no LoRA of this model, or one of a higher rank than the model's; or what
             it says of its strength is not understood.
     """
-    layers = dict(lora_layers(model))
-    file, complete = _read_layers(path, layers, family, expert)
-    for name, lora in complete.items():
-        layer = layers[name]
-        rank, columns = layer.lora_A[ADAPTER].weight.shape
-        file.refuse_other_sizes(name, lora, len(layer.lora_B[ADAPTER].weight), columns)
-        file.refuse_other_lora(name, lora, rank, layer)
-    return complete
+    _, lora = _read_layers(path, dict(adapter_layers(model)), family, expert)
+    return lora
 
 
 def read_adapter(
     path: Path, layers: Mapping[str, nn.Linear], family: Family, expert: Expert | None = None
 ) -> dict[str, StoredLora]:
     """Read the LoRA of a file, of any rank, for linear layers by their names (see `read_lora`)."""
-    file, complete = _read_layers(path, layers, family, expert)
-    for name, lora in complete.items():
-        file.refuse_other_sizes(name, lora, layers[name].out_features, layers[name].in_features)
-        if lora.magnitude is not None:
-            raise file.refusal(" holds DoRA, which an adapter for training alone cannot be.")
+    file, lora = _read_layers(path, layers, family, expert)
+    complete = {name: each for name, each in lora.items() if isinstance(each, StoredLora)}
+    if any(each.magnitude is not None for each in complete.values()):
+        raise file.refusal(" holds DoRA, which an adapter for training alone cannot be.")
     return complete
 
 
 def _read_layers(
     path: Path, layers: Mapping[str, Any], family: Family, expert: Expert | None
-) -> tuple["_LoraFile", dict[str, StoredLora]]:
+) -> tuple["_LoraFile", dict[str, StoredLora | StoredLokr]]:
     file = _LoraFile(path, expert)
     names = dict(_names_of_layers(layers, family))
     by_layer, unknown = _sort_by_layer(file.weights, names)
-    if unknown and len(file.weights) <= _MAX_CONVERTED:
-        # diffusers' converters know more names; their result is taken only if it fits better.
+    has_dora = any(name.endswith(".dora_scale") for name in file.weights)
+    if unknown and len(file.weights) <= _MAX_CONVERTED and not has_dora:
+        # diffusers' converters know more names; their result is taken only if it fits better. They
+        # leave DoRA's magnitudes out.
         import diffusers
 
         pipeline: Any = getattr(diffusers, getattr(family, "pipeline_class", ""), None)
@@ -170,29 +159,22 @@ def _read_layers(
             f": none of its {len(file.weights)} weights is LoRA of this model. LoRA of text "
             "encoders is not trained here."
         )
-    return file, {name: file.join(name, parts) for name, parts in by_layer.items()}
+    return file, {
+        name: lora
+        for fused, parts in by_layer.items()
+        for name, lora in file.join(fused, parts, layers)
+    }
 
 
 @torch.no_grad()
-def load_lora(lora: Mapping[str, StoredLora], model: nn.Module) -> None:
+def load_lora(lora: Mapping[str, StoredLora | StoredLokr], model: nn.Module) -> None:
     """Load the LoRA of a file into a model; layers that the file lacks keep their values.
 
-    A stored rank below the model's fills the first rows of A and columns of B. The other columns of
-    B are zero: they change nothing at first, and train.
+    What the model has of a higher rank than the file changes nothing at first, and trains.
     """
-    for name, layer in lora_layers(model):
-        if (stored := lora.get(name)) is None:
-            continue
-        down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-        # The file's scale is folded into B, because the layer multiplies by its own alpha / rank.
-        scale = stored.scale / layer.scaling[ADAPTER]
-        down[: stored.rank] = stored.down.to(down.dtype)
-        up.zero_()
-        up[:, : stored.rank] = (stored.up if scale == 1 else stored.up.float() * scale).to(up.dtype)
-        if stored.magnitude is not None:
-            ratio = dora_norm_ratio(layer) if stored.is_for_comfyui else 1.0
-            magnitude = stored.magnitude.flatten().float() / ratio
-            layer.lora_magnitude_vector[ADAPTER].weight.copy_(magnitude)
+    for name, layer in adapter_layers(model):
+        if (stored := lora.get(name)) is not None:
+            stored.load(layer)
 
 
 class _LoraFile:
@@ -211,6 +193,11 @@ class _LoraFile:
                 "safetensors file with LoRA."
             ) from error
         folder = "transformer"
+        # ai-toolkit's one file for both has transformer_1 for the high-noise expert.
+        self.weights = {
+            _EXPERT.sub(lambda found: _EXPERT_PARTS[found[1]], name): value
+            for name, value in self.weights.items()
+        }
         if any(name.startswith("transformer_2.") for name in self.weights):
             folder = self._select_expert(expert)
         self.settings = self._check_settings(self._read_settings(folder))
@@ -263,11 +250,17 @@ class _LoraFile:
         return {name: value for (component, _, name), value in parts if component == folder}
 
     def _check_settings(self, settings: Mapping[str, Any]) -> _Settings:
+        kind = lora_kinds.kind_of(self.weights)
+        if kind != "lora":  # peft has another name for its alpha
+            other = {"alpha": "lora_alpha"}
+            settings = {other.get(name, name): value for name, value in settings.items()}
         known = {field.name for field in fields(_Settings)}
         understood = {name: value for name, value in settings.items() if name in known}
         # Unknown settings count as refused: a setting of a later peft may change the strength.
-        others = settings.keys() - known - _WITHOUT_EFFECT
+        others = settings.keys() - known - _WITHOUT_EFFECT - {"peft_type"}
         refused = [n for n in settings if n in others and not _is_expected(n, settings[n])]
+        if settings.get("peft_type", kind.upper()) != kind.upper():
+            refused.append("peft_type")
         for name in ("use_rslora", "use_dora"):
             if not isinstance(understood.get(name, False), bool):
                 refused.append(name)
@@ -279,8 +272,8 @@ class _LoraFile:
             named = ", ".join(f"{_shorten(name)} = {_shorten(settings[name])}" for name in refused)
             raise self.refusal(
                 f": of its settings {named} is not understood, and could change its strength. "
-                "Expected LoRA or DoRA of peft with lora_alpha, alpha_pattern and rank_pattern by "
-                "layers' names, and use_rslora."
+                "Expected LoRA, DoRA, LoHa or LoKr of peft with alpha, alpha_pattern and "
+                "rank_pattern by layers' names, and use_rslora."
             )
         if settings and understood.get("lora_alpha") is None:
             raise self.refusal(
@@ -289,31 +282,58 @@ class _LoraFile:
             )
         return _Settings(**understood)
 
-    def join(self, name: str, parts: Mapping[str, Tensor]) -> StoredLora:
-        """Combine the LoRA weights of one layer with the strength at which they were trained."""
-        settings = self.settings
-        needed = ("down", "up", "magnitude") if settings.use_dora else ("down", "up")
-        missing = [kind for kind in needed if kind not in parts]
-        if missing:
-            raise self.refusal(f": of {name} it lacks lora {missing[0]}.")
-        down, up = parts["down"], parts["up"]
-        is_lora = down.ndim == up.ndim == 2 and len(down) == up.shape[1] > 0
-        if not is_lora or ("alpha" in parts and parts["alpha"].numel() != 1):
+    def join(
+        self, fused: Sequence[str], parts: Mapping[str, Tensor], layers: Mapping[str, Any]
+    ) -> Iterator[tuple[str, StoredLora | StoredLokr]]:
+        """Yield the LoRA of one layer, or of several that are one in the file, from its tensors."""
+        name = fused[0] if len(fused) == 1 else f"{fused[0]} to {fused[-1].rpartition('.')[2]}"
+        missing = lora_kinds.missing_part(parts)
+        if missing is None and self.settings.use_dora and "magnitude" not in parts:
+            missing = "lora magnitude"
+        if missing is not None:
+            raise self.refusal(f": of {name} it lacks {missing}.")
+        update = lora_kinds.read_update(parts)
+        if update is None:
             shapes = ", ".join(f"{kind} {list(value.shape)}" for kind, value in parts.items())
             raise self.refusal(
-                f": of {name} it has {shapes}. Expected down [rank, in], up [out, rank] and one "
-                "number as alpha."
+                f": of {name} it has {shapes}. Expected "
+                f"{lora_kinds.EXPECTED[lora_kinds.kind_of(parts)]} and one number as alpha."
             )
-        rank = len(down)
+        self.refuse_other_numbers(name, parts)
+        scale = self.scale(name, update, parts)
+        chosen = [layers[each] for each in fused]
+        heights = [getattr(each, "base_layer", each).out_features for each in chosen]
+        magnitude = parts.get("magnitude")
+        self.refuse_other_shapes(name, update, magnitude, chosen[0], heights)
+        if hasattr(chosen[0], "lokr_w1"):
+            self.refuse_other_lokr(name, update, chosen)
+            yield fused[0], StoredLokr(update.factors, scale, update.trained_rank or update.rank)
+            return
+        matrices = lora_kinds.divide(*update.as_lora(), heights)
+        is_for_comfyui = COMFYUI_DORA.items() <= self.header.items()
+        lengths: Sequence[Tensor | None] = [None] * len(fused)
+        if magnitude is not None:
+            lengths = torch.split(magnitude.flatten(), heights)
+        for each, (down, up), length in zip(fused, matrices, lengths, strict=True):
+            yield each, StoredLora(down, up, scale, length, is_for_comfyui)
+
+    def scale(self, name: str, update: Update, parts: Mapping[str, Tensor]) -> float:
+        """Return the strength at which a layer's update was trained."""
         # A stored alpha means alpha / rank. Peft's settings mean the same, or alpha / sqrt(rank)
         # with `use_rslora`; without either the scale is 1.
+        settings, rank = self.settings, update.trained_rank
+        is_stated = settings.lora_alpha is not None and "alpha" not in parts
+        if rank is None:
+            # LyCORIS ignores alpha for two full matrices, and stores any; peft does not.
+            stated = _of_layer(settings.rank_pattern, name, settings.r)
+            if not is_stated or not isinstance(stated, int) or stated < 1:
+                return 1.0
+            rank = stated
         if "alpha" in parts:
             alpha: Any = parts["alpha"].item()
-            divisor = float(rank)
         else:
             alpha = _of_layer(settings.alpha_pattern, name, settings.lora_alpha)
             alpha = rank if alpha is None else alpha
-            divisor = math.sqrt(rank) if settings.use_rslora else float(rank)
             stated = _of_layer(settings.rank_pattern, name, settings.r)
             if stated not in (None, rank):
                 raise self.refusal(
@@ -326,6 +346,10 @@ class _LoraFile:
                 f": of {name} alpha is {_shorten(alpha)}. Expected a number above 0, at most "
                 f"{_MAX_ALPHA:g}."
             )
+        is_rslora = settings.use_rslora and "alpha" not in parts
+        return float(alpha / (math.sqrt(rank) if is_rslora else rank))
+
+    def refuse_other_numbers(self, name: str, parts: Mapping[str, Tensor]) -> None:
         for kind, value in parts.items():
             is_finite = value.is_floating_point() and bool(value.float().isfinite().all())
             if kind != "alpha" and not is_finite:
@@ -334,34 +358,83 @@ class _LoraFile:
                     "floating-point numbers. The file is damaged, or its training diverged; take "
                     "another one."
                 )
-        is_for_comfyui = COMFYUI_DORA.items() <= self.header.items()
-        return StoredLora(down, up, alpha / divisor, parts.get("magnitude"), is_for_comfyui)
 
-    def refuse_other_sizes(self, name: str, lora: StoredLora, rows: int, columns: int) -> None:
-        """Refuse LoRA whose sizes are not the layer's."""
-        if (len(lora.up), lora.down.shape[1]) != (rows, columns):
-            raise self.refusal(
-                f" is of another model: its LoRA of {name} maps {lora.down.shape[1]} to "
-                f"{len(lora.up)} numbers, and the layer {columns} to {rows}."
-            )
+    def refuse_other_shapes(
+        self,
+        name: str,
+        update: Update,
+        magnitude: Tensor | None,
+        layer: Any,
+        heights: Sequence[int],
+    ) -> None:
+        """Refuse an update whose sizes or kind are not the layer's, or whose rank is higher.
 
-    def refuse_other_lora(self, name: str, lora: StoredLora, rank: int, layer: Any) -> None:
-        """Refuse LoRA of a higher rank than the layer's, or of another kind."""
-        rows = len(lora.up)
-        if lora.rank > rank:
+        `heights` has the rows of each layer that is in it; all are like `layer` otherwise.
+        """
+        rows, columns = sum(heights), getattr(layer, "base_layer", layer).in_features
+        if update.shape != (rows, columns):
             raise self.refusal(
-                f" has rank {lora.rank}, and trainable.rank is {rank}. Set trainable.rank = "
-                f"{lora.rank} or more."
+                f" is of another model: its LoRA of {name} maps {update.shape[1]} to "
+                f"{update.shape[0]} numbers, and the layer {columns} to {rows}."
             )
-        if lora.magnitude is None:
+        if isinstance(layer, nn.Linear):  # not trained: any rank
             return
-        if not getattr(layer, "lora_magnitude_vector", None):
+        if not hasattr(layer, "lora_A"):
+            if magnitude is not None:
+                raise self.refusal(f' holds DoRA. Set trainable.kind = "dora"{_rank(update)}.')
+            return
+        rank = len(layer.lora_A[ADAPTER].weight)
+        if (needed := update.rank_in(heights)) > rank:
+            kind = "" if update.kind == "lora" else f", as LoRA of the {_TITLES[update.kind]} in it"
+            advice = f"Set trainable.rank = {needed} or more"
+            if update.kind == "lokr":
+                advice += ', or trainable.kind = "lokr" to train it as it is'
+            raise self.refusal(f" has rank {needed}{kind}, and trainable.rank is {rank}. {advice}.")
+        if magnitude is None:
+            return
+        if not layer.lora_magnitude_vector:
             raise self.refusal(' holds DoRA. Set trainable.kind = "dora".')
-        if lora.magnitude.shape not in ((rows,), (rows, 1)):  # [1, in]: of columns
+        if magnitude.shape not in ((rows,), (rows, 1)):  # [1, in]: of columns
             raise self.refusal(
-                f": DoRA of {name} has magnitudes of shape {list(lora.magnitude.shape)}, and the "
+                f": DoRA of {name} has magnitudes of shape {list(magnitude.shape)}, and the "
                 f"layer has {rows} rows, which get one each."
             )
+
+    def refuse_other_lokr(self, name: str, update: Update, layers: Sequence[Any]) -> None:
+        """Refuse an update that the LoKr of a model's layer cannot hold."""
+        as_lora = f'trainable.kind = "lora"{_rank(update)}'
+        if update.kind != "lokr":
+            title = _TITLES[update.kind]
+            raise self.refusal(f" holds {title}, which LoKr cannot hold. Set {as_lora}.")
+        if len(layers) > 1:
+            raise self.refusal(
+                f" has one LoKr for {name}, which cannot be divided as LoKr. Set {as_lora}."
+            )
+        own = lora_kinds.lokr_factors(layers[0])
+        if any(a.shape != b.shape for a, b in zip(update.factors, own, strict=True)):
+            theirs, ours = (
+                " and ".join("{} x {}".format(*each.shape) for each in factors)
+                for factors in (update.factors, own)
+            )
+            raise self.refusal(
+                f": of {name} its LoKr has factors of {theirs}, and the layer's have {ours}. Train "
+                f"with the factor of the file, or as LoRA: {as_lora}."
+            )
+        for factor, mine in zip(update.factors, own, strict=True):
+            if mine.right is not None and factor.rank > mine.rank:
+                # From half of the longer side on peft makes the factor one matrix.
+                needed = min(factor.rank, math.ceil(max(factor.shape) / 2))
+                raise self.refusal(
+                    f" has LoKr of a higher rank than trainable.rank, which is {mine.rank}: set "
+                    f"trainable.rank = {needed} or more (for {name})."
+                )
+
+
+_TITLES: Mapping[lora_kinds.Kind, str] = {"lora": "LoRA", "loha": "LoHa", "lokr": "LoKr"}
+
+
+def _rank(update: Update) -> str:
+    return f" and trainable.rank = {update.rank} or more"
 
 
 def _is_expected(name: str, value: object) -> bool:
@@ -385,26 +458,44 @@ def _shorten(text: object) -> str:
     return printable(shown[:_MAX_NAME_LETTERS]) + ("..." if cut else "")
 
 
-def _names_of_layers(layers: Mapping[str, Any], family: Family) -> Iterator[tuple[str, str]]:
-    """Yield all names under which tools store a layer's LoRA, with the layer's own name."""
+def _names_of_layers(
+    layers: Mapping[str, Any], family: Family
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield all names under which tools store a layer's LoRA, with the layer's own name.
+
+    A name of the release's own code may stand for several layers.
+    """
     for name in layers:
         originals = [name]
         with suppress(RecipeError):  # ComfyUI has no such model
             originals.append(family.comfyui_name(name, is_lora=False))
-            yield family.comfyui_name(name, is_lora=True), name
+            yield family.comfyui_name(name, is_lora=True), (name,)
         for prefix in _PREFIXES:
-            yield f"{prefix}{name}", name
+            yield f"{prefix}{name}", (name,)
         for original in originals:
-            yield from ((front + original, name) for front in ("", "diffusion_model."))
-            # Flat names, in which every dot of a layer's name is an underscore.
-            yield from ((front + original.replace(".", "_"), name) for front in _FLAT_PREFIXES)
+            yield from ((each, (name,)) for each in _under_prefixes(original))
+    for original, parts in getattr(family, "original_layers", {}).items():
+        front, _, last = parts[0].partition("*")
+        for name in layers:
+            number = name.removeprefix(front).removesuffix(last)
+            fused = tuple(part.replace("*", number) for part in parts)
+            if number.isdigit() and all(each in layers for each in fused):
+                yield from (
+                    (each, fused) for each in _under_prefixes(original.replace("*", number))
+                )
+
+
+def _under_prefixes(name: str) -> Iterator[str]:
+    yield from (front + name for front in ("", "diffusion_model."))
+    # Flat names, in which every dot of a layer's name is an underscore.
+    yield from (front + name.replace(".", "_") for front in _FLAT_PREFIXES)
 
 
 def _sort_by_layer(
-    stored: Mapping[str, Tensor], names: Mapping[str, str]
-) -> tuple[dict[str, dict[str, Tensor]], list[str]]:
+    stored: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]]
+) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], list[str]]:
     """Group a file's LoRA weights by layer and kind; also return names that fit no layer."""
-    by_layer: dict[str, dict[str, Tensor]] = {}
+    by_layer: dict[tuple[str, ...], dict[str, Tensor]] = {}
     unknown = []
     for key, value in stored.items():
         suffix = next((each for each in _SUFFIXES if key.endswith(each)), "")

@@ -267,8 +267,14 @@ def dora_norm_ratio(layer: Any) -> Tensor:
     same, because W is frozen.
     """
     weight: Tensor = layer.get_base_layer().weight.float()
-    changed = weight + _lora_update(layer)
-    return weight.norm(dim=1) / changed.norm(dim=1)
+    return weight.norm(dim=1) / lora_row_norms(layer)
+
+
+@torch.no_grad()
+def lora_row_norms(layer: Any) -> Tensor:
+    """Return |W + BA| by rows, [out] fp32."""
+    norms: Tensor = (layer.get_base_layer().weight.float() + _lora_update(layer)).norm(dim=1)
+    return norms
 
 
 def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:

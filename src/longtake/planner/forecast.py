@@ -18,7 +18,7 @@ from longtake import config, errors
 from longtake.formatting import first_line, format_size
 from longtake.models.components import Kinds
 from longtake.models.lora_files import read_lora
-from longtake.models.trainable import lora_layers
+from longtake.models.trainable import adapter_layers
 from longtake.planner import encoding, memory, solver
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.attention_check import KernelChooser
@@ -529,4 +529,4 @@ def stored_start(step: memory.MetaStep) -> StoredStart | None:
     parts = step.components
     layers = read_lora(file, parts.model, parts.family, step.recipe.model.expert)
     rank = max(layer.rank for layer in layers.values())
-    return StoredStart(len(layers), len(list(lora_layers(parts.model))), rank)
+    return StoredStart(len(layers), len(list(adapter_layers(parts.model))), rank)
