@@ -48,8 +48,8 @@ def test_a_run_page_has_state_events_hours_and_recipe(told: RunDirectory) -> Non
 
 def test_only_keys_that_differ_from_defaults_come_first(told: RunDirectory) -> None:
     keys = {each.name: each for each in overview.keys_of(told.recipe())}
-    assert not keys["training.steps"].is_default
-    assert keys["training.steps"].default == ""
+    assert not keys["training.global_batch_size"].is_default
+    assert keys["training.global_batch_size"].default == ""
     assert keys["ema.decay"].is_default
     assert keys["data.buckets"].value.startswith("[{ num_frames = 8")
 

@@ -99,14 +99,16 @@ def load(folder: Path) -> Any:
     return diffusers.DiffusionPipeline.from_pretrained(folder, processor=processor)
 
 
+_OWN = pipeline_qwenimage21.calculate_dimensions  # which a fixture may have replaced already
+
+
 @contextmanager
 def smaller_references() -> Iterator[None]:
     """Have references resized to fewer pixels, by the pipeline and by longtake."""
-    own = pipeline_qwenimage21.calculate_dimensions
     with pytest.MonkeyPatch.context() as patch:
         for module in (pipeline_qwenimage21, pipeline_qwenimage_edit):
             patch.setattr(
-                module, "calculate_dimensions", lambda area, ratio: own(area // _SMALLER, ratio)
+                module, "calculate_dimensions", lambda area, ratio: _OWN(area // _SMALLER, ratio)
             )
         yield
 

@@ -244,6 +244,8 @@ def replace_kernel(operation: str, function: Any, dispatch_key: str) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
         library.impl(operation, function, dispatch_key, with_keyset=True, allow_override=True)
+    # The compiler keeps the kernels that it has looked up, and would not see this one.
+    getattr(torch.ops.aten, operation).default._dispatch_cache.clear()
     return library
 
 
