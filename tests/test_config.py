@@ -104,7 +104,7 @@ def test_an_unknown_key_in_the_file_is_named(path: Path) -> None:
 
 def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
     message = _message(path, "checkpoint.xyzzy=1")
-    known = "every, every_epochs, keep, keep_every, minutes"
+    known = "every, every_epochs, export, export_dtype, export_keep, keep, keep_every, minutes"
     assert message == f"checkpoint.xyzzy is not a key of a recipe; known there: {known}."
     assert "known there: checkpoint, codec, data, ema," in _message(path, "xyzzy=1")
 
@@ -129,6 +129,11 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "checkpoint={every=10, every_epochs=2}",
             "checkpoint.every = 10 steps and checkpoint.every_epochs = 2 both say when to save: "
             "leave one of them out; checkpoint.minutes also saves in between.",
+        ),
+        (
+            "checkpoint.export=comfyui",
+            'checkpoint.export = "comfyui" writes a LoRA at each save, and trainable.kind is '
+            '"full": leave it out, and write the model of a checkpoint by longtake export.',
         ),
         (
             "sampling.at_start=true",

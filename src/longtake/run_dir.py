@@ -17,6 +17,8 @@ schemas are here, but for those inside a checkpoint, the ledger and an evaluatio
     nodes/<host>/stacks/<time>_<pid>.json   a dump of a process that hung, or of a decoder
     components/                  frozen parts made for this run: vae, text_encoder, tokenizer
     checkpoints/step_00001000/   model/ ema/ optimizer/ trainer.json COMMITTED
+    exports/RUN-00001000.safetensors   the LoRA of that step for another tool (checkpoint.export);
+                                 exports.json: what was written there
     lease/0.json ...             which process trains the run: one file per holder, newest last
     evaluations/<preset>/step_00001000/   00_s0.mp4 ... scores.json: videos sampled from that
                                  checkpoint, and their measures (evaluation_dir.py)
@@ -84,6 +86,7 @@ EventKind = Literal[
     "uncompiled",
     "sampled",
     "sampling_failed",
+    "export_failed",
     "interrupted",
     "finished",
 ]
@@ -370,6 +373,7 @@ class RunDirectory:
     catalogs_path = _Below("catalogs")
     rollbacks_path = _Below("rollbacks.jsonl")
     guard_path = _Below("guard")
+    exports_path = _Below("exports")
 
     def guard_report_path(self, step: int, number: int) -> Path:
         return self.guard_path / f"step_{step:08d}_{number}.json"

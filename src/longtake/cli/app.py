@@ -281,6 +281,10 @@ def export(
     ema: Ema = None,
     profile: Profile = None,
     other_expert: OtherExpert = None,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "fp16"] | None,
+        typer.Option(help="For comfyui and peft: data type of the weights [default: as kept]."),
+    ] = None,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
@@ -291,7 +295,7 @@ def export(
         from longtake.sampling.checkpoints import find_run
 
         # Refused before the model is loaded, which can take minutes.
-        check_export(find_run(run).recipe(), out, wanted)
+        check_export(find_run(run).recipe(), out, wanted, dtype)
         enter("loading the model")
         sampler = _load_sampler(
             run,
@@ -306,7 +310,7 @@ def export(
             with_other=wanted == "diffusers",
         )
         enter("writing the export")
-        remarks = write(sampler, out, wanted)
+        remarks = write(sampler, out, wanted, dtype)
     if as_json:
         facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
         say.result({**facts, "out": str(out), "remarks": remarks})

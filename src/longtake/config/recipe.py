@@ -269,6 +269,22 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _exports_what_is_trained(self) -> Self:
+        wanted, kind = self.checkpoint.export, self.trainable.kind
+        if wanted is not None and self.trainable.base() != "lora":
+            raise ValueError(
+                f'checkpoint.export = "{wanted}" writes a LoRA at each save, and trainable.kind is '
+                f'"{self.trainable.base()}": leave it out, and write the model of a checkpoint by '
+                "longtake export"
+            )
+        if wanted == "diffusers" and kind == "lokr":
+            raise ValueError(
+                'checkpoint.export = "diffusers" is for its pipelines, which read no LoKr: take '
+                '"comfyui" or "peft"'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _dora_has_exact_weights(self) -> Self:
         if self.trainable.kind == "dora" and self.model.quantize != "none":
             raise ValueError(

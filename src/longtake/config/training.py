@@ -405,6 +405,16 @@ class CheckpointSection(Section):
     keep_every: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Checkpoints at multiples of this number of steps are never deleted."""
 
+    export: Literal["comfyui", "diffusers", "peft"] | None = None
+    """At each save also write the trained LoRA for another tool, as `longtake export` does: a file
+    for ComfyUI or for `load_lora_weights` of diffusers, or a folder for peft. They are in the
+    folder `exports` of the run, of the first average if the run keeps any."""
+    export_dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Data type of these files' weights."""
+    export_keep: int | None = Field(None, gt=0, le=MAX_STEPS)
+    """Number of newest exports to keep; unset: all. A file that was changed since it was written is
+    never deleted."""
+
     @model_validator(mode="after")
     def _has_one_interval(self) -> Self:
         # The recipe that a run keeps sets every key: the default is known by its value.

@@ -4,31 +4,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 from longtake import errors, fsio
 from longtake.config import EXPERT_FOLDERS, Expert, Recipe
 from longtake.models.added_module import added_modules
 from longtake.models.experts import ExpertPair
-from longtake.models.lora_files import COMFYUI_DORA
-from longtake.models.trainable import (
-    adapter_config,
-    dora_norm_ratio,
-    lora_layers,
-    lora_state,
-    plain_copy,
+from longtake.models.lora_export import (
+    ExportDtype,
+    comfyui_named,
+    in_dtype,
+    lora_weights,
+    write_peft_folder,
+    write_weights,
 )
+from longtake.models.trainable import plain_copy
 from longtake.sampling.sampler import Sampler
-
-
-def _save_weights(
-    weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
-) -> None:
-    # safetensors only stores contiguous tensors.
-    whole = {name: value.detach().contiguous() for name, value in weights.items()}
-    save_file(whole, path, {"format": "pt", **(metadata or {})})
-
 
 _LORA_FILES: Mapping[Expert, str] = {
     "high": "pytorch_lora_weights.safetensors",
@@ -53,11 +44,11 @@ def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
     parts.family.export(recipe.model, model, parts.codec, parts.text, rule, at_bucket, folder)
     remarks = []
     for expert, each in models.items():
-        lora = {f"transformer.{name}": value for name, value in lora_state(each).items()}
+        lora, _ = lora_weights(each, parts.family, "diffusers")
         # diffusers' pipelines cannot read LoKr, so it is only merged into the model.
         if not lora or any(".lokr_" in name for name in lora):
             continue
-        _save_weights(lora, folder / _LORA_FILES[expert])
+        write_weights(lora, folder / _LORA_FILES[expert])
         if expert == "low":
             remarks.append(
                 f"{_LORA_FILES[expert]} is for the low-noise transformer of a release: diffusers "
@@ -67,16 +58,12 @@ def _write_pipeline(sampler: Sampler, folder: Path) -> list[str]:
     return remarks
 
 
-PREFIX = "base_model.model."
-"""Prefix of weights' names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
-
-
-def _write_adapter(sampler: Sampler, folder: Path) -> list[str]:
+def _write_adapter(sampler: Sampler, folder: Path, dtype: ExportDtype | None) -> list[str]:
     """Write a folder with the LoRA for `peft.PeftModel.from_pretrained`, and return remarks."""
     model = sampler.components.model
-    named = {f"{PREFIX}{name}": value for name, value in lora_state(model).items()}
-    _save_weights(named, folder / "adapter_model.safetensors")
-    adapter_config(model, sampler.recipe.model.pretrained).save_pretrained(str(folder))
+    weights, _ = lora_weights(model, sampler.components.family, "peft")
+    base = sampler.recipe.model.pretrained
+    write_peft_folder(in_dtype(weights, dtype), model, base, folder)
     return _expert_alone(sampler)
 
 
@@ -90,21 +77,15 @@ def _expert_alone(sampler: Sampler) -> list[str]:
     ]
 
 
-def _write_comfyui_file(sampler: Sampler, path: Path) -> list[str]:
-    """Write a safetensors file for ComfyUI in the dtype of the kept weights, and return remarks."""
+def _write_comfyui_file(sampler: Sampler, path: Path, dtype: ExportDtype | None) -> list[str]:
+    """Write a safetensors file for ComfyUI, and return remarks; `dtype` None keeps the weights'."""
     parts = sampler.components
-    lora = lora_state(parts.model)
-    weights, metadata = lora or plain_copy(parts.model).state_dict(), {}
-    for name, layer in lora_layers(parts.model):
-        # ComfyUI stores DoRA's magnitude as a column, and divides by other norms than peft.
-        if (magnitude := weights.pop(f"{name}.lora_magnitude_vector", None)) is not None:
-            scale = magnitude.float() * dora_norm_ratio(layer)
-            weights[f"{name}.dora_scale"] = scale.to(magnitude.dtype)[:, None]
-            metadata = COMFYUI_DORA
-    name_of = parts.family.comfyui_name
-    named = {name_of(name, is_lora=bool(lora)): value for name, value in weights.items()}
-    assert len(named) == len(weights), "two weights have one name"
-    _save_weights(named, path, metadata)
+    lora, metadata = lora_weights(parts.model, parts.family, "comfyui")
+    weights = lora
+    if not lora:
+        whole = plain_copy(parts.model).state_dict()
+        weights = comfyui_named(whole, parts.family, is_lora=False)
+    write_weights(in_dtype(weights, dtype), path, metadata)
     remarks = ["ComfyUI looks for it in models/loras."]
     if not lora:
         rest = "codec and text encoder are not in it."
@@ -124,8 +105,12 @@ Format = Literal["diffusers", "peft", "comfyui"]
 _SUFFIX = ".safetensors"
 
 
-def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
+def export(
+    sampler: Sampler, out: Path, wanted: Format, dtype: ExportDtype | None = None
+) -> list[str]:
     """Export a trained model for another tool, under a temporary name first.
+
+    `dtype` is that of the weights in the file of `comfyui` or `peft`; None: as they are kept.
 
     Returns:
         Remarks that a user should know.
@@ -134,22 +119,24 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
         RecipeError: the format cannot hold what the run trained, or does not know its family.
         RunError: something is at `out` already, or it cannot be written.
     """
-    check_export(sampler.recipe, out, wanted)
+    check_export(sampler.recipe, out, wanted, dtype)
     place = out.resolve()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         if wanted == "comfyui":
             with fsio.atomic_write(place) as aside:
-                return _write_comfyui_file(sampler, aside)
+                return _write_comfyui_file(sampler, aside, dtype)
         with fsio.atomic_folder(place) as aside:
-            write = _write_pipeline if wanted == "diffusers" else _write_adapter
-            remarks = write(sampler, aside)
+            if wanted == "diffusers":
+                remarks = _write_pipeline(sampler, aside)
+            else:
+                remarks = _write_adapter(sampler, aside, dtype)
             # With the modules' own parameter names: other tools have no place for them.
             for name, module in added_modules(sampler.components.model).items():
                 # Cloned, since safetensors refuses tensors that share memory.
                 weights = {each: value.clone() for each, value in module.state_dict().items()}
                 (aside / "added_modules").mkdir(exist_ok=True)
-                _save_weights(weights, aside / "added_modules" / f"{name}.safetensors")
+                write_weights(weights, aside / "added_modules" / f"{name}.safetensors")
             return remarks
     except OSError as error:
         raise errors.RunError(
@@ -157,7 +144,9 @@ def export(sampler: Sampler, out: Path, wanted: Format) -> list[str]:
         ) from error
 
 
-def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
+def check_export(
+    recipe: Recipe, out: Path, wanted: Format, dtype: ExportDtype | None = None
+) -> None:
     """Refuse an export that is known to fail from the recipe and the path alone.
 
     Raises:
@@ -172,6 +161,11 @@ def check_export(recipe: Recipe, out: Path, wanted: Format) -> None:
         raise errors.RunError(f"--out {out} is there already. Name a new file.")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise errors.RunError(f"--out {out} holds something already. Name a new folder.")
+    if wanted == "diffusers" and dtype is not None:
+        raise errors.RecipeError(
+            f"--dtype {dtype} is for --format comfyui and peft: the parts of a pipeline keep the "
+            "types that they were trained with."
+        )
     base = recipe.trainable.base()
     if wanted == "peft" and base != "lora":
         raise errors.RecipeError(

@@ -63,6 +63,7 @@ _LOOKS: Final[dict[str, _Look]] = {
     "checkpoint_damaged": _Look("checkpoint", "checkpoints", "error"),
     "sampled": _Look("sample", "evaluations", "info"),
     "sampling_failed": _Look("sample", "evaluations", "warn"),
+    "export_failed": _Look("checkpoint", "checkpoints", "warn"),
     "evaluation_finished": _Look("evaluation", "evaluations", "info"),
     "evaluation_failed": _Look("evaluation", "evaluations", "warn"),
     "evaluation_missed": _Look("evaluation", "evaluations", "warn"),

@@ -266,14 +266,16 @@ def dora_norm_ratio(layer: Any) -> Tensor:
     (`weight_decompose` in comfy/weight_adapter/base.py). Magnitudes times this ratio make both the
     same, because W is frozen.
     """
-    weight: Tensor = layer.get_base_layer().weight.float()
+    device = layer.lora_A[ADAPTER].weight.device  # streamed weights are in host RAM
+    weight: Tensor = layer.get_base_layer().weight.to(device, torch.float32)
     return weight.norm(dim=1) / lora_row_norms(layer)
 
 
 @torch.no_grad()
 def lora_row_norms(layer: Any) -> Tensor:
     """Return |W + BA| by rows, [out] fp32."""
-    norms: Tensor = (layer.get_base_layer().weight.float() + _lora_update(layer)).norm(dim=1)
+    update = _lora_update(layer)
+    norms: Tensor = (layer.get_base_layer().weight.to(update.device) + update).norm(dim=1)
     return norms
 
 

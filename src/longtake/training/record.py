@@ -235,6 +235,10 @@ class Recorder:
         self._run.append_event("sampling_failed", step=step, preset=preset, reason=reason)
         self._progress.say(f"{preset} of step {step} was not sampled: {reason}")
 
+    def export_failed(self, step: int, reason: str) -> None:
+        self._run.append_event("export_failed", step=step, reason=reason)
+        self._progress.say(f"step {step} was not exported: {reason}")
+
     def _threads_chosen(self, step: int, choice: ThreadChoice | None) -> None:
         """Record and show the number of CPU threads if trials have just chosen one."""
         if choice is None:

@@ -16,6 +16,7 @@ from longtake.guard.history import HistoryColumns
 from longtake.models.trainable import trained_state
 from longtake.parallel import fsdp
 from longtake.parallel.collectives import sum_over_ranks
+from longtake.training.exports import export_lora
 from longtake.training.parts import Training
 from longtake.training.session import TrainingState
 from longtake.training.statistics import StepSummary, replicated_tensors
@@ -77,6 +78,7 @@ def save_if_due(
     is_finite = training.norms.all_finite(training.session.world)
     if is_finite and not (unlike := replicas.compare(tensors, step)):
         save_checkpoint(training)
+        export_lora(training)
     elif ends and is_finite:
         reason = replicas.explain(unlike, tensors, step)
         raise errors.DivergedError(f"{reason} {_LAST_STATE_UNLIKE}")

@@ -45,6 +45,7 @@ from longtake.tracking.follower import Follower, tracking_follower
 from longtake.training import build, latent_cache, run_lease, runtime, samples, startup, statistics
 from longtake.training import compiled as compiling
 from longtake.training import parent as parents
+from longtake.training.exports import export_lora, path_of, refuse_wrong_export
 from longtake.training.guard_runner import GuardRunner
 from longtake.training.loop import LoopExit, train_steps
 from longtake.training.parts import BuiltRun, Training
@@ -291,6 +292,7 @@ def _build_parts(
     if (adapter := recipe.model.training_adapter) is not None:
         cpu = torch.device("cpu")  # from which the model moves to its device
         attach_training_adapter(adapter, parts.model, parts.family, recipe.model.expert, cpu)
+    refuse_wrong_export(parts, recipe)
     warnings += review_model(parts, recipe, has_parent=session.parent is not None)
     if point.path is None and (file := recipe.trainable.init_from) is not None:
         stored = lora_files.read_lora(file, parts.model, parts.family, recipe.model.expert)
@@ -430,6 +432,10 @@ def _train_with_rollbacks(training: Training) -> LoopExit:
     """Train to the end, and roll back to a checkpoint whenever the guard demands and permits it."""
     session, recorder, ledger_path = training.session, training.recorder, training.ledger
     names, world = stream_names(session.recipe.data), session.world
+    # A killed launch may have left the export of its last checkpoint out.
+    path = path_of(session.run, session.recipe, training.state.global_step)
+    if training.state.global_step and from_first(not path.exists(), world):
+        export_lora(training)
     last_batch = training.loader.skipped.last_kept(training.loader.step - 1)
     if is_sampled_after(training, last_batch, is_last=False):
         sample_presets(training)  # a killed launch may have left presets unsampled

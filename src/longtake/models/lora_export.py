@@ -1,0 +1,88 @@
+"""Files of a model's LoRA for other tools: ComfyUI, pipelines of diffusers, peft."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from longtake.errors import RunError
+from longtake.models.base import Family
+from longtake.models.lora_files import COMFYUI_DORA
+from longtake.models.numerics import DTYPES
+from longtake.models.trainable import adapter_config, dora_norm_ratio, lora_layers, lora_state
+
+LoraFormat = Literal["comfyui", "diffusers", "peft"]
+ExportDtype = Literal["fp32", "bf16", "fp16"]
+
+PEFT_PREFIX = "base_model.model."
+"""Prefix of weights' names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
+_DTYPES: Mapping[ExportDtype, torch.dtype] = {**DTYPES, "fp16": torch.float16}  # type: ignore[dict-item]
+
+
+def lora_weights(
+    model: nn.Module, family: Family, wanted: LoraFormat
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return a model's LoRA under a tool's names, and metadata of the file; empty without LoRA.
+
+    The tensors may be sharded over the ranks, all of which must call it then.
+
+    Raises:
+        RecipeError: ComfyUI does not know the family.
+    """
+    weights, metadata = lora_state(model), dict[str, str]()
+    if wanted == "diffusers":
+        return {f"transformer.{name}": value for name, value in weights.items()}, metadata
+    if wanted == "peft":
+        return {f"{PEFT_PREFIX}{name}": value for name, value in weights.items()}, metadata
+    for name, layer in lora_layers(model):
+        # ComfyUI stores DoRA's magnitude as a column, and divides by other norms than peft.
+        if (magnitude := weights.pop(f"{name}.lora_magnitude_vector", None)) is not None:
+            scale = magnitude.float() * dora_norm_ratio(layer)
+            weights[f"{name}.dora_scale"] = scale.to(magnitude.dtype)[:, None]
+            metadata = dict(COMFYUI_DORA)
+    return comfyui_named(weights, family, is_lora=True), metadata
+
+
+def comfyui_named(
+    weights: Mapping[str, Tensor], family: Family, *, is_lora: bool
+) -> dict[str, Tensor]:
+    named = {family.comfyui_name(name, is_lora=is_lora): each for name, each in weights.items()}
+    assert len(named) == len(weights), "two weights have one name"
+    return named
+
+
+def in_dtype(weights: Mapping[str, Tensor], dtype: ExportDtype | None) -> dict[str, Tensor]:
+    """Convert weights to a data type on the CPU; None keeps theirs.
+
+    Raises:
+        RunError: a number of them is too large for it.
+    """
+    converted = {}
+    for name, value in weights.items():
+        value = value.detach().to("cpu")
+        converted[name] = value if dtype is None else value.to(_DTYPES[dtype])
+        if dtype == "fp16" and converted[name].isinf().any() and not value.isinf().any():
+            raise RunError(
+                f"{name} has numbers up to {value.abs().max():.3g}, and fp16 holds none above "
+                "65504: take bf16."
+            )
+    return converted
+
+
+def write_weights(
+    weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
+) -> None:
+    # safetensors only stores contiguous tensors.
+    whole = {name: value.detach().contiguous() for name, value in weights.items()}
+    save_file(whole, path, {"format": "pt", **(metadata or {})})
+
+
+def write_peft_folder(
+    weights: Mapping[str, Tensor], model: nn.Module, base: str | None, folder: Path
+) -> None:
+    """Write `lora_weights` for peft into a folder, with their configuration and base's name."""
+    write_weights(weights, folder / "adapter_model.safetensors")
+    adapter_config(model, base).save_pretrained(str(folder))
