@@ -375,6 +375,27 @@ def test_what_the_whole_run_costs_with_failures(plan: Call, call_json: CallJson)
     assert re.search(r"A save every [\d:.]+.{0,9} loses least: ", said)
 
 
+def test_intervals_in_epochs_are_those_of_the_data(
+    small: WriteRecipe, call: Call, call_json: CallJson, refuse: Refuse, shapes_catalog: Path
+) -> None:
+    """Also of a run in steps; before the catalogs are indexed they are said to be unknown."""
+    saves = ("training.steps=100000", "checkpoint={every_epochs=5}")
+    options = ("--processes=2", "--device=h100")
+    often = ("--failures-per-day", "2")
+    code, out, _ = call("plan", small(*saves), *options)
+    assert (code, "every 5 epochs: what a crash loses is known once the catalogs" in out) == (
+        0,
+        True,
+    )
+    said = refuse("plan", small(*saves), *options, *often)
+    assert "where they are set in epochs are known once the catalogs of `data` are indexed" in said
+    _, out, _ = call("plan", small(*saves, "checkpoint.minutes=15"), *options)
+    assert "every 5 epochs and every 15 minutes: a crash loses at most 15:00 of" in out
+
+    indexed = small(*saves, f"data.catalog={shapes_catalog}")  # 16 batches of its 64 clips
+    assert call_json("plan", indexed, *options, *often)["cost"]["saves"] == 100_000 / (5 * 16)
+
+
 def test_a_batch_that_does_not_divide_wastes_ranks(
     small: WriteRecipe, call: Call, call_json: CallJson
 ) -> None:

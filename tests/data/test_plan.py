@@ -47,6 +47,19 @@ def test_stages_follow_one_another() -> None:
     assert _consumed(plan, len(order) - 3) == Counter(expected)
 
 
+def test_an_epoch_of_a_stage_is_over_when_each_catalog_has_had_its_own() -> None:
+    """In the mean: what fills no batch is carried into the next epoch."""
+    clips = {"a": catalog_of(range(10)), "b": catalog_of(range(30, 50))}
+    stages = [{"name": "ends", "epochs": 3}, {"name": "endless", "weights": {"a": 1, "b": 4}}]
+    data = section(catalogs={"a": "a.parquet", "b": "b.parquet"}, stages=stages)
+    ends, endless = begin(clips, data, batch_size=4, seed=0).stages
+    repeats = {"a": 2}
+    assert ends.epoch_steps({}) == 7.5
+    assert endless.epoch_steps({}) == 2.5 * 5
+    assert endless.epoch_steps(repeats) == 2 * 2.5 * 5
+    assert endless.epoch_steps({"b": 5}) == 5 * 5 * 5 / 4
+
+
 def test_the_batch_says_where_it_comes_from() -> None:
     clips = {"a": catalog_of(range(12)), "b": catalog_of(range(30, 42))}
     stages = [{"name": "one", "steps": 8, "weights": {"b": 0}}, {"name": "two"}]

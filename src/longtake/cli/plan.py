@@ -125,6 +125,7 @@ def plan(
                 failures_per_day=failures_per_day,
                 restart_seconds=restart_seconds,
                 storage=storage * _GB,
+                epoch_steps={each.batch.name: each.epoch_steps for each in report.stages},
             )
             report = replace(report, cost=cost)
         seconds = time.perf_counter() - begun

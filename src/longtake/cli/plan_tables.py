@@ -1,5 +1,6 @@
 """Prints the report of `longtake plan` as sentences and tables."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -279,15 +280,24 @@ def _describe_best(known: "Forecast") -> str:
 def _describe_loss(report: "PlanReport", step_seconds: float) -> str:
     """Say how much training a crash can cost, by the recipe's interval of checkpoints."""
     section, minutes = report.recipe.checkpoint, report.recipe.checkpoint.minutes
-    lost = report.recipe.steps_between(section) * step_seconds
+    between = report.recipe.steps_between
+    steps = [between(section, each.epoch_steps, each.num_steps) for each in report.stages]
+    # Unknown where the interval is in epochs and there is no catalog yet.
+    lost = max((math.inf if each is None else each * step_seconds) for each in steps)
     also = ""
     if minutes is not None:
         # A checkpoint is due by steps or by minutes, whichever comes first.
         lost = min(lost, 60 * minutes)
         also = f" and every {minutes:g} minutes"
+    saved = f"A checkpoint is saved every {section.interval()}{also}"
+    if math.isinf(lost):
+        return (
+            f"{saved}: what a crash loses is known once the catalogs are indexed (longtake data "
+            "index)."
+        )
     return (
-        f"A checkpoint is saved every {section.interval()}{also}: a crash loses at most "
-        f"{format_duration(lost)} of training, and what one save takes."
+        f"{saved}: a crash loses at most {format_duration(lost)} of training, and what one save "
+        "takes."
     )
 
 

@@ -1,5 +1,6 @@
 """The whole recipe, and checks that involve several of its sections."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
@@ -101,15 +102,22 @@ class Recipe(Section):
         training = self.training.model_copy(update={"steps": end_step})
         return self.model_copy(update={"training": training})
 
-    def steps_between(self, section: CheckpointSection | SamplingSection) -> int:
-        """Return the steps between two saves or samplings; 0 if there are none.
+    def steps_between(
+        self, section: CheckpointSection | SamplingSection, epoch: float | None, most: int | None
+    ) -> int | None:
+        """Return the steps between two saves or samplings in a stage; 0 if there are none.
 
-        Of intervals in epochs, whose steps the data decide, it is the mean with `training.epochs`,
-        else the whole run.
+        Args:
+            section: the recipe's section that says when.
+            epoch: mean steps of an epoch of the stage; without them, intervals in epochs are None.
+            most: steps of the stage, whose end ends an interval in epochs, too.
         """
         if section.every_epochs is None:
             return section.every or 0
-        return -(-self.training.steps * section.every_epochs // (self.training.epochs or 1))
+        if epoch is None:
+            return None
+        between = math.ceil(section.every_epochs * epoch)
+        return min(between, most or self.training.steps or between)
 
     def model_inputs(self) -> dict[str, ConditioningSection]:
         """Return the inputs in `data.conditioning` that the model gets, in training and sampling.

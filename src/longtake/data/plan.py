@@ -148,6 +148,17 @@ class StagePlan:
         """Return which catalog's stream gives a batch of this stage, and its number there."""
         return mixed(index, self.weights) if len(self.streams) > 1 else (0, index)
 
+    def epoch_steps(self, repeats: Mapping[str, int]) -> float:
+        """Return the mean number of steps in which each catalog has an epoch, with its repeats."""
+        streams = zip(self.streams, self.weights, strict=True)
+        return max(
+            float(stream.parts[-1].epoch_span.batches_per_epoch)
+            * repeats.get(stream.source, 1)
+            * sum(self.weights)
+            / weight
+            for stream, weight in streams
+        )
+
     def taken(self, index: int) -> list[int]:
         """Return how many of the stage's batches before `index` come from each catalog's stream."""
         return order.shares(index, self.weights) if len(self.streams) > 1 else [index]

@@ -8,6 +8,7 @@ restart.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -188,6 +189,7 @@ def run_cost(
     failures_per_day: float,
     restart_seconds: float | None = None,
     storage: float = STORAGE_BYTES_PER_SECOND,
+    epoch_steps: Mapping[str, float | None] = MappingProxyType({}),
 ) -> RunCost | None:
     """Predict the cost of a recipe's whole run; None if a step cannot be traced.
 
@@ -199,17 +201,23 @@ def run_cost(
         restart_seconds: time of a restart; None: an assumed time, and that of reading the newest
             save.
         storage: bytes per second that all ranks together write or read.
+        epoch_steps: mean steps of an epoch by stage, for intervals in epochs.
 
     Raises:
-        PlanError: failures are so frequent that a stage makes next to no progress.
+        PlanError: the data decide steps and are not indexed, or failures are so frequent that a
+            stage makes next to no progress.
     """
     if known.chosen is None:
         return None
     step, recipe = known.step, known.step.recipe
-    if not recipe.training.steps:
+    in_epochs = recipe.checkpoint.every_epochs or recipe.sampling.every_epochs
+    if not recipe.training.steps or (
+        in_epochs and None in map(epoch_steps.get, (each.name for each in recipe.data.curriculum()))
+    ):
         raise PlanError(
-            "The cost of the run follows from its number of steps, which with training.epochs is "
-            "known once the catalogs of `data` are indexed (longtake data index)."
+            "The cost of the run follows from its number of steps and from those between saves and "
+            "samples, which where they are set in epochs are known once the catalogs of `data` are "
+            "indexed (longtake data index)."
         )
     of_rank = known.static.optimizer.device + known.static.optimizer.host + known.static.ema
     # Each rank saves its shard of optimizer and EMA, and weights are saved once.
@@ -229,7 +237,8 @@ def run_cost(
         steps = left if stage.steps is None else min(stage.steps, left)
         left -= steps
         if steps:
-            stages.append(_stage_cost(known, phases, links, stage, steps, saving))
+            epoch = epoch_steps.get(stage.name)
+            stages.append(_stage_cost(known, phases, links, stage, steps, saving, epoch))
             refuse_no_progress(stages[-1])
     section = recipe.checkpoint
     for_good = recipe.training.steps // section.keep_every if section.keep_every else 0
@@ -256,6 +265,7 @@ def _stage_cost(
     stage: Stage,
     steps: int,
     saving: FailureModel,
+    epoch_steps: float | None,
 ) -> StageCost:
     step, trace = _step_of(known, stage)
     compute, exposed, sent = step.batch.num_micro_batches * trace.seconds, 0.0, 0
@@ -269,11 +279,13 @@ def _stage_cost(
         share = step.batch.bucket.num_pixels / known.step.batch.bucket.num_pixels
         clips = step.batch.micro_batch_size * step.batch.num_micro_batches
         encoders = clips * (seconds.get("text", 0.0) + share * seconds.get("encode", 0.0))
-    every = step.recipe.steps_between(step.recipe.sampling)
+    every = step.recipe.steps_between(step.recipe.sampling, epoch_steps, steps)
     sampling = seconds.get("sampling", 0.0) / every if every else 0.0
     cost = StageCost(stage.name, steps, compute, exposed, encoders, sampling, sent, saving)
     section = step.recipe.checkpoint
-    interval = step.recipe.steps_between(section) * cost.step_seconds
+    between = step.recipe.steps_between(section, epoch_steps, steps)
+    assert between is not None  # `run_cost` refuses it
+    interval = between * cost.step_seconds
     if section.minutes is not None:  # at the end of the step in which they pass
         whole_steps = math.ceil(60 * section.minutes / cost.step_seconds)
         interval = min(interval, whole_steps * cost.step_seconds)

@@ -52,6 +52,7 @@ class StageForecast:
     batch: StageBatch
     first_step: int | None  # None: depends on the number of clips, and there is no catalog
     num_steps: int | None  # None: all remaining steps
+    epoch_steps: float | None  # mean steps of an epoch; None: there is no catalog
     learning_rates: tuple[float, float] | None  # highest after the warm-up, and of the last step
     warmup_steps: int | None
     ema_decay: float | None  # None: averages are profiles, which have no decay
@@ -275,7 +276,9 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
     """
     recipe, first = known.step.recipe, 0
     lengths = [stage.steps for stage in recipe.data.curriculum()]
+    epochs = dict[str, float]()
     if data_plan is not None:
+        epochs = {each.name: each.epoch_steps(recipe.data.repeats) for each in data_plan.stages}
         # With a catalog, the length of stages in epochs is known, too.
         lengths = list(data_plan.timeline.lengths)
     is_known = bool(recipe.training.steps)  # else the data decide it, and there are none yet
@@ -304,6 +307,7 @@ def _stages(known: Forecast, data_plan: Plan | None) -> Iterator[StageForecast]:
             batch=batch,
             first_step=first if is_known else None,
             num_steps=length,
+            epoch_steps=epochs.get(batch.name),
             learning_rates=rates,
             warmup_steps=warmup,
             ema_decay=inside.ema.decay if not inside.ema.profiles else None,
