@@ -396,7 +396,7 @@ class CheckpointSection(Section):
     """Steps between checkpoints; the last step is always saved."""
     every_epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Instead of `every`: epochs between checkpoints, counted in each stage, whose end is saved
-    too."""
+    too. An epoch is saved after its last whole batch."""
     minutes: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Also save this many minutes after the last checkpoint was begun, which limits the training
     lost by a failure, however long a step takes."""
