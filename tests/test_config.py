@@ -120,6 +120,8 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "training={global_batch_size=4}",
             "training.steps is missing, and it has no default: give it, or training.epochs.",
         ),
+        ("training.epochs=0", "training.epochs is 0; it should be greater than 0."),
+        ("training.epochs='3'", "training.epochs is '3'; it should be a valid integer."),
         (
             "training.epochs=3",
             "training.steps = 1000 and training.epochs = 3 both say how long the run is: leave one "
@@ -505,7 +507,7 @@ def test_the_epochs_of_a_run_are_those_of_a_stage_and_decide_its_steps() -> None
         ),
         (
             {"stages": [{"name": "x", "warmup_steps": 4}]},
-            "stage x is the first: its warm-up is optimizer.warmup_steps, so leave its own "
+            "stage x is the first: its warm-up is that of the section optimizer, so leave its own "
             "warmup_steps = 4 out",
         ),
         (

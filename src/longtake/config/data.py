@@ -464,8 +464,8 @@ class DataSection(Section):
         # Two warm-ups from the first step on would be ambiguous: the run's own is kept.
         if self.stages and self.stages[0].warmup_steps is not None:
             raise ValueError(
-                f"stage {names[0]} is the first: its warm-up is optimizer.warmup_steps, so leave "
-                f"its own warmup_steps = {self.stages[0].warmup_steps} out"
+                f"stage {names[0]} is the first: its warm-up is that of the section optimizer, so "
+                f"leave its own warmup_steps = {self.stages[0].warmup_steps} out"
             )
         return self
 

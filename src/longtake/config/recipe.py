@@ -22,7 +22,7 @@ from longtake.config.training import (
     TrainingSection,
     WatchSection,
 )
-from longtake.config.values import FilePath, Section
+from longtake.config.values import MAX_STEPS, FilePath, Section
 
 _KEYS_OF_STAGES = {
     "learning_rate": ("optimizer", "learning_rate"),
@@ -70,7 +70,8 @@ class Recipe(Section):
         training, data = (dict(values).get(name) for name in ("training", "data"))
         if not isinstance(training, Mapping) or not isinstance(data, Mapping):
             return values
-        if (epochs := training.get("epochs")) is None:
+        epochs = training.get("epochs")
+        if type(epochs) is not int or not 0 < epochs <= MAX_STEPS:  # its own section refuses it
             return values
         stages = list(data.get("stages") or ())
         names = [each.get("name") if isinstance(each, Mapping) else each for each in stages]

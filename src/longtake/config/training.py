@@ -120,7 +120,7 @@ class OptimizerSection(Section):
     "my_project.optim:Lion", which needs fp32 weights."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of your own optimizer's class. It also gets `lr` and, if it takes them,
-    `betas` and `weight_decay` from the keys of this section."""
+    `betas`, `weight_decay` and, where it is set, `eps` from the keys of this section."""
     offload: bool = False
     """Keep AdamW's states, and fp32 copies of bf16 weights, in host RAM and update them there."""
     fused_backward: bool = False
@@ -154,7 +154,8 @@ class OptimizerSection(Section):
     warmup_steps: int = Field(100, ge=0, le=MAX_STEPS)
     """Steps at the beginning of the run in which the learning rate rises to its value."""
     warmup_ratio: float | None = Field(None, ge=0, lt=1)
-    """Instead of `warmup_steps`: the warm-up as a share of `training.steps`, such as 0.05."""
+    """Instead of `warmup_steps`: the warm-up as a share of `training.steps`, such as 0.05.
+    `warmup_steps` at its default, even if written down, counts as unset beside it."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients with a larger norm are scaled down to this norm; 1e9 disables clipping."""
@@ -396,7 +397,8 @@ class CheckpointSection(Section):
     """Steps between checkpoints; the last step is always saved."""
     every_epochs: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Instead of `every`: epochs between checkpoints, counted in each stage, whose end is saved
-    too. An epoch is saved after its last whole batch."""
+    too. An epoch is saved after its last whole batch. `every` at its default, even if written down,
+    counts as unset beside it."""
     minutes: float | None = Field(None, gt=0, le=MAX_SECONDS)
     """Also save this many minutes after the last checkpoint was begun, which limits the training
     lost by a failure, however long a step takes."""

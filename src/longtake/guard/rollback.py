@@ -105,5 +105,5 @@ def _explain_no_checkpoint(verdict: GuardVerdict, checkpoint_steps: Sequence[int
         f"The divergence began after step {verdict.began}, and there is no checkpoint from before "
         f"it (there are: {found}). Save more often (--set checkpoint.every=N, with checkpoint.keep "
         "large enough), or start with a lower optimizer.learning_rate or more "
-        "optimizer.warmup_steps in a new folder (--set out=FOLDER)."
+        "optimizer.warmup_steps (or warmup_ratio) in a new folder (--set out=FOLDER)."
     )

@@ -236,10 +236,10 @@ class PriorPreservation(Objective):
     """
 
     def __init__(self, catalogs: Sequence[str], weight: float = 1.0) -> None:
-        if not catalogs or weight <= 0:
+        if not catalogs or isinstance(catalogs, str) or weight <= 0:
             raise ValueError(
-                f"catalogs = {catalogs!r} and weight = {weight!r}; expected names of data.catalogs "
-                "and a weight above 0"
+                f"catalogs = {catalogs!r} and weight = {weight!r}; expected a list of names of "
+                "data.catalogs and a weight above 0"
             )
         self.sources = tuple(catalogs)
         self.weight = weight
