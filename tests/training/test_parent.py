@@ -16,6 +16,7 @@ from longtake.errors import CheckpointError, LongtakeError, RecipeError, RunErro
 from longtake.run_dir import Parent, RunDirectory
 from longtake.sampling.sampler import load_sampler
 from longtake.training.train import train
+from longtake.trust import TrustError
 
 _SHORT = ("training.steps=4", "checkpoint.every=2", "optimizer.warmup_steps=0")
 
@@ -74,16 +75,29 @@ def test_an_average_that_the_parent_lacks_begins_with_its_weights(
 
 
 def test_step_0_is_the_parents_weights_as_long_as_they_are_there(
-    small_recipe: Recipes,
+    small_recipe: Recipes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The record of another user's run may name any folder: it is read with --trust only."""
     parent, recipe = small_recipe.trained(*_SHORT, name="parent"), small_recipe(*_STILL)
     train(recipe, QUIET, parent=_from(parent))
     for ema, weights in ((False, "model"), (True, "ema/main")):
         found = load_sampler(recipe.out, step=0, ema=ema, device="cpu").components.model
         assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
         assert_equal(dict(found.state_dict()), saved(parent, 2, weights))
+    with monkeypatch.context() as others:
+        others.setattr("longtake.sampling.checkpoints.is_own", lambda run: False)
+        with pytest.raises(TrustError, match=r"says that it began with .* with --trust"):
+            load_sampler(recipe.out, step=0, device="cpu")
+        load_sampler(recipe.out, step=0, device="cpu", trust=True)
+    is_gone = pytest.raises(CheckpointError, match=r"began with .*step_00000002, which is not ther")
+    record = RunDirectory(parent.out).record_path
+    kept = record.read_text()
+    record.write_text(kept.replace(RunDirectory(parent.out).record()["id"], "another-1234"))
+    with is_gone:
+        load_sampler(recipe.out, step=0, device="cpu")
+    record.write_text(kept)
     shutil.rmtree(RunDirectory(parent.out).checkpoint_path(2))
-    with pytest.raises(CheckpointError, match=r"began with .*step_00000002, which is not there"):
+    with is_gone:
         load_sampler(recipe.out, step=0, device="cpu")
 
 

@@ -10,6 +10,7 @@ from longtake.errors import CheckpointError
 from longtake.models import lora_files, trainable
 from longtake.models.components import Components
 from longtake.run_dir import RunDirectory
+from longtake.trust import TrustError, is_own
 
 
 def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: frozenset[str]) -> None:
@@ -33,20 +34,36 @@ def load_weights(checkpoint: Path, weights: str, model: nn.Module, trained: froz
     trainable.load_trained(model, state)
 
 
-def load_start(run: RunDirectory, parts: Components, weights: str, trained: frozenset[str]) -> None:
+def load_start(
+    run: RunDirectory,
+    parts: Components,
+    weights: str,
+    trained: frozenset[str],
+    *,
+    trust: bool = False,
+) -> None:
     """Give a model that was just built the weights with which its run began.
 
     Averages began with the same. Random weights and new LoRA follow from the recipe's seed, so that
     the model has them already.
 
     Raises:
+        TrustError: without `trust`, another user's run began with a run that its record names.
         CheckpointError: the run began with a checkpoint of another run, which is gone.
         ModelError: the LoRA file of `trainable.init_from` cannot be read.
     """
     recipe, parent = run.recipe(), run.record().get("parent")
     if parent is not None:
-        checkpoint = RunDirectory(Path(parent["path"])).checkpoint_path(parent["step"])
-        if not (checkpoint / "COMMITTED").exists():
+        begun = RunDirectory(Path(parent["path"]))
+        if not trust and not is_own(run):  # it may name any folder of this computer
+            raise TrustError(
+                f"{run.path} was not begun by this user on this host, and says that it began with "
+                f"{begun.path}. If that is so on this computer, run the same command with --trust."
+            )
+        checkpoint = begun.checkpoint_path(parent["step"])
+        # Another run may be there by now.
+        is_there = (checkpoint / "COMMITTED").exists() and begun.record()["id"] == parent["id"]
+        if not is_there:
             raise CheckpointError(
                 f"{run.path} began with {checkpoint}, which is not there any more, so its first "
                 "weights cannot be sampled. Restore that checkpoint, or name a later step."

@@ -608,7 +608,7 @@ class SamplerLoader:
         other_expert: Path | None = None,
         with_other: bool = True,
     ) -> None:
-        self.run, self.recipe = run, run.recipe()
+        self.run, self.recipe, self._trust = run, run.recipe(), trust
         if exact:
             self.recipe = with_exact_weights(self.recipe)
         # Without presets, since their measures are loaded elsewhere.
@@ -654,7 +654,7 @@ class SamplerLoader:
 
     def load_start(self, weights: str) -> Sampler:
         """Return a sampler with the run's first weights; call it before `load`."""
-        load_start(self.run, self.components, weights, self._trained)
+        load_start(self.run, self.components, weights, self._trained, trust=self._trust)
         precision = numerics.choose_precision(self.recipe.training.precision, self.device)
         return self._sampler(0, precision, weights)
 
