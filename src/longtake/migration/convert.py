@@ -18,16 +18,17 @@ _SECRET = re.compile(
     r"(?:token|secrets?|passw(?:or)?d|credentials?|api_?key|(?:access|secret)_key)(?:$|\.)", re.I
 )
 """Names of settings that no table has, and whose values are secret."""
-_SECRET_VALUE = re.compile(r"\b(?:hf|ghp|sk|wandb)_\w{16,}|://[^/\s]*:[^/\s]*@")
+_SECRET_VALUE = re.compile(r"\b(?:hf|ghp|sk|wandb)_\w{16,}|://[^/\s:]*:[^/\s@]*@")
 
 
 def apply(draft: Draft, rows: Mapping[str, Row], values: Mapping[str, Any]) -> None:
     """Translate settings by their rows; unknown ones and secrets are named, not their values."""
-    for key, value in values.items():
+    for name, value in values.items():
         if value is None or value == {}:
             continue
+        key = str(name)  # YAML and JSON differ in what a key may be
         row = rows.get(key) or row_of_prefix(rows, key)
-        holds_secret = isinstance(value, str) and _SECRET_VALUE.search(value) is not None
+        holds_secret = _SECRET_VALUE.search(str(value)) is not None
         if row is None or holds_secret:
             is_secret = holds_secret or _SECRET.search(key) is not None
             if not is_secret or value != "":
@@ -65,7 +66,7 @@ def is_off(value: Any, row: Row) -> bool:
 def copy(draft: Draft, row: Row, key: str, value: Any) -> None:
     value = [plain(each) for each in value] if isinstance(value, list) else value
     if row.fact:
-        if row.how == "copy" and not math.isfinite(value):
+        if row.how in ("copy", "scaled") and not math.isfinite(value):
             raise ValueError
         draft.facts[row.fact] = value
     elif draft.clips and draft.values.get(row.to, value) != value:
@@ -157,6 +158,13 @@ def batch(draft: Draft, row: Row, key: str, value: Any) -> None:
 
 def scaled(draft: Draft, row: Row, key: str, value: Any) -> None:
     copy(draft, row, key, float(value) * row.values.get("by", 1) + row.values.get("plus", 0))
+
+
+def count(draft: Draft, row: Row, key: str, value: Any) -> None:
+    """A whole number of at least 1."""
+    if int(value) < 1:
+        raise ValueError
+    copy(draft, row, key, int(value))
 
 
 def share_or_steps(draft: Draft, row: Row, key: str, value: Any) -> None:

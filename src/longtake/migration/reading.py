@@ -95,7 +95,11 @@ def parse_yaml(text: str) -> Any:
     try:
         return yaml.load(text, PlainLoader)  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+        # Its own text has the source's line, which may hold a secret.
+        mark = getattr(error, "problem_mark", None)
+        at = "" if mark is None else f" (line {mark.line + 1}, column {mark.column + 1})"
+        problem = getattr(error, "problem", None) or getattr(error, "reason", "not valid YAML")
+        raise ValueError(f"{problem}{at}") from None
 
 
 def check_size(content: Any) -> None:
@@ -129,9 +133,13 @@ def command_words(lines: Sequence[str], scripts: Sequence[str]) -> list[list[str
     """Split the commands that call one of the scripts into words, without running anything.
 
     `$NAME` is replaced where the file itself sets NAME to a plain text; other variables stay.
+
+    Raises:
+        RecipeError: the variables stand for more text than a file may have.
     """
     variables: dict[str, str] = {}
     commands = []
+    grown = 0
     for line in lines:
         try:
             words = shlex.split(line, comments=True)
@@ -143,6 +151,10 @@ def command_words(lines: Sequence[str], scripts: Sequence[str]) -> list[list[str
                 break
             if assigned is not None and not re.search(r"[$`(]", assigned[2]):
                 variables[assigned[1]] = assigned[2]
+        found = (m for word in words for m in _VARIABLE.finditer(word))
+        grown += sum(len(variables.get(m[1] or m[2], "")) for m in found)
+        if grown > MAX_BYTES:
+            raise refusal("grown", kib=MAX_BYTES // 1024)
         words = [_VARIABLE.sub(lambda m: variables.get(m[1] or m[2], m[0]), word) for word in words]
         if any(Path(word.replace("\\", "/")).name in scripts for word in words):
             commands.append(words)

@@ -1,8 +1,10 @@
 """Decides the keys of a recipe that follow from several settings of a configuration together."""
 
+import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from longtake import process
@@ -73,7 +75,8 @@ def model(draft: Draft, answers: Answers, files: str) -> tuple[str, str, recogni
     release, _, expert = release.partition("@")
     if expert:
         facts["expert"] = expert
-    is_here = bool(release) and Path(release).expanduser().is_dir()
+    # Unlike those of Path, these raise for no name that a configuration may have.
+    is_here = os.path.isdir(os.path.expanduser(release))  # noqa: PTH111, PTH112
     looks_local = release.count("/") != 1 or release[0] in "./~"
     if looks_local and not is_here and answers.release is None:
         ask_for_release(families or (), files, weights, release)
@@ -267,11 +270,14 @@ def set_noise(draft: Draft) -> None:
     facts, values = draft.facts, draft.values
     known = draft.tool.noise.get(str(facts.get("noise", "")))
     for key, value in (known or {}).items():
+        if key == "range":
+            continue
         if key == "note":
             draft.say("differs", str(facts["noise"]), value)
         elif isinstance(value, str) and value.startswith("@"):
-            if (found := facts.get(value[1:])) is not None:
-                values.setdefault(key, found)
+            name, _, plus = value[1:].partition("+")
+            if (found := facts.get(name)) is not None:
+                values.setdefault(key, found + float(plus) if plus else found)
         else:
             values.setdefault(key, value)
     if values.get("flow.timestep_sampling", "logit_normal") != "logit_normal":
@@ -279,7 +285,40 @@ def set_noise(draft: Draft) -> None:
             values.pop(key, None)
     low, high = float(facts.get("sigma_low", 0)), float(facts.get("sigma_high", 1))
     if (low, high) != (0, 1):
-        draft.set("flow.sigma_range", [low, high])
+        set_range(
+            draft, low, high, (known or {}).get("range", "unknown" if draft.tool.noise else "")
+        )
+
+
+def set_range(draft: Draft, low: float, high: float, meaning: str) -> None:
+    """Set the range of noise levels from numbers that mean what `meaning` says.
+
+    `mirrored`: places in a list of levels from 1 down, before the shift; `quantile`: places in a
+    sorted sample of logit-normal levels, from 1 down; `before`: levels before the shift;
+    `squeezed`: levels after it; empty: the distribution is restricted to them, as it is here.
+    """
+    values, key = draft.values, "flow.sigma_range"
+    if meaning == "unknown":
+        draft.decide(key, "range_unknown", low=f"{low:g}", high=f"{high:g}")
+        return
+    ends = [low, high]
+    if meaning in ("mirrored", "quantile"):
+        ends = [1 - high, 1 - low]
+    if meaning == "quantile":
+        normal = NormalDist()
+        ends = [1 / (1 + math.exp(-normal.inv_cdf(e))) if 0 < e < 1 else e for e in ends]
+    shift = values.get("flow.shift", 1)
+    if meaning in ("mirrored", "before") and isinstance(shift, int | float):
+        ends = [shift * e / (1 + (shift - 1) * e) for e in ends]
+    draft.set(key, [round(e, 6) for e in ends])
+    if meaning in ("mirrored", "before") and isinstance(shift, str):
+        draft.decide(key, "range_shifted", shift=shift)
+    is_even = values.get("flow.timestep_sampling", "logit_normal") == "uniform"
+    squeezed = meaning in ("mirrored", "before") or (
+        meaning == "squeezed" and not draft.facts.get("keeps_shape")
+    )
+    if squeezed and not is_even:
+        draft.tell("differs", key, "range_squeezed", title=draft.tool.title)
 
 
 def set_optimizer(draft: Draft) -> None:
