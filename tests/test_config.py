@@ -128,6 +128,10 @@ def test_where_nothing_is_near_the_known_keys_are_listed(path: Path) -> None:
             "of them out.",
         ),
         (
+            "trainable={kind='lora', factor=4}",
+            'trainable.factor needs trainable.kind = "lokr".',
+        ),
+        (
             "checkpoint={every=10, every_epochs=2}",
             "checkpoint.every = 10 steps and checkpoint.every_epochs = 2 both say when to save: "
             "leave one of them out; checkpoint.minutes also saves in between.",
@@ -386,6 +390,8 @@ _CHANGES: dict[str, object] = {
     "data.frame_cache_gib": 7.0,
     "data.sample_memory_gib": 7.0,
     "data.stills_from_videos": "true",
+    "data.min_size": 7,
+    "data.keep_uncaptioned": "true",
     "data.max_quarantined_clips": 7,
     "model.config.layers": 5,
     "model.config.new": "x",
@@ -487,6 +493,11 @@ def test_the_epochs_of_a_run_are_those_of_a_stage_and_decide_its_steps() -> None
         (
             {"stages": [{"name": "x"}, {"name": "y"}]},
             "stage x has neither epochs nor steps, so the stages after it would never begin",
+        ),
+        (
+            {"window": "head", "windows": 3},
+            'data.window = "head" is one window of each clip, and data.windows = 3 are several: '
+            "leave one of them out",
         ),
         (
             {"stages": [{"name": "x", "ramp_steps": 4}]},

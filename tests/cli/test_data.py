@@ -290,6 +290,21 @@ def test_a_cache_that_cannot_be(
     assert said in refuse("data", "cache", "recipe.toml", *settings)
 
 
+def test_clips_without_a_caption_get_the_text_that_is_given(tmp_path: Path, call: Call) -> None:
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    for number, name in enumerate(("a_red_ball", "b")):
+        Image.new("RGB", (16, 16), (9 * number,) * 3).save(folder / f"{name}.png")
+    (folder / "b.txt").write_text("its own")
+    out = tmp_path / "c.parquet"
+    for text, expected in (("a photo", "a photo"), ("{stem}, a photo", "a red ball, a photo")):
+        code, _, err = call(
+            "data", "index", folder, "--out", out, "--uncaptioned", text, "--workers", "1"
+        )
+        assert code == 0, err
+        assert sorted(Catalog.load(out).captions()) == sorted([expected, "its own"])
+
+
 def test_a_folder_of_a_kohya_trainer_becomes_catalogs_with_repeats(
     tmp_path: Path, call: Call, refuse: Refuse
 ) -> None:

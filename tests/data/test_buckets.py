@@ -310,6 +310,14 @@ def test_windows_are_spread_over_the_clip_and_equally_likely(
     assert is_only_window(clip, _SHAPE, data) == (windows == 1)
 
 
+@pytest.mark.parametrize(("place", "start"), [("head", 0), ("middle", 8)])
+def test_one_window_lies_where_it_is_wanted(clip: Clip, place: str, start: int) -> None:
+    data = section(window=place)
+    assert {sample_window(clip, _SHAPE, data, seed).start for seed in range(9)} == {start}
+    assert [window.start for window in all_windows(clip, _SHAPE, data)] == [start]
+    assert is_only_window(clip, _SHAPE, data)
+
+
 @given(windows=st.integers(1, 40), frames=st.integers(4, 30), stride=st.integers(1, 3))
 def test_windows_are_distinct_and_as_many_as_there_are(
     clip: Clip, windows: int, frames: int, stride: int

@@ -90,6 +90,21 @@ def test_what_is_left_out_is_counted_by_the_first_reason(clips: Catalog) -> None
     assert len(selection.members) == 6
 
 
+def test_clips_without_a_caption_and_small_ones_are_kept_or_left_out_by_choice() -> None:
+    clips = catalog_of(range(12), caption=lambda n: "" if n < 3 else "x", height=lambda n: 60 + n)
+    assert len(select(clips, Stage(name="one"), section()).members) == 9
+    assert len(select(clips, Stage(name="one"), section(keep_uncaptioned=True)).members) == 12
+    widths, heights = clips.column("width"), clips.column("height")
+    shorter = np.minimum(widths, heights)
+    least = int(np.sort(shorter)[6])
+    found = select(clips, Stage(name="one"), section(keep_uncaptioned=True, min_size=least))
+    small = int((shorter < least).sum())
+    assert dict(found.dropped) == (
+        {f"smaller than data.min_size = {least}": small} if small else {}
+    )
+    assert len(found.members) == 12 - small
+
+
 def test_clips_that_are_too_short_for_the_stages_buckets_are_counted(clips: Catalog) -> None:
     stage = Stage.model_validate(
         {"name": "long", "buckets": [{"num_frames": 20, "height": 16, "width": 16}]}

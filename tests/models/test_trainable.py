@@ -13,6 +13,7 @@ from longtake.errors import RecipeError
 from longtake.models.added_module import ADDED, added_modules, condition
 from longtake.models.base import family
 from longtake.models.trainable import (
+    adapter_layers,
     add_lora,
     find_targets,
     load_trained,
@@ -395,6 +396,31 @@ def test_a_target_that_matches_nothing_is_named(target: str, message: str) -> No
     """With the nearest that exist; one good target does not excuse a bad one."""
     with pytest.raises(RecipeError, match=rf"^trainable\.targets: .*{message}"):
         add_lora(_Network(), ["to_k", target], _LORA, torch.float32)
+
+
+def test_layers_that_are_excluded_get_no_adapter() -> None:
+    model = make_transformer("wan")
+    section = TrainableSection(kind="lora", rank=2, targets=("blocks.*",), exclude=("to_k",))
+    make_trainable(model, family("wan"), section, _CHANNELS)
+    adapted = {name for name, _ in adapter_layers(model)}
+    assert adapted
+    assert not any(name.endswith("to_k") for name in adapted)
+    for excluded, message in (("to_nothing", r"trainable\.exclude: 'to_nothing'"), ("*", "every")):
+        changed = section.model_copy(update={"exclude": (excluded,)})
+        with pytest.raises(RecipeError, match=message):
+            make_trainable(make_transformer("wan"), family("wan"), changed, _CHANNELS)
+
+
+@pytest.mark.parametrize(("factor", "shape"), [(None, (4, 4)), (2, (2, 2)), (3, (2, 2))])
+def test_lokrs_smaller_factor_has_the_size_that_is_asked_for(
+    factor: int | None, shape: tuple[int, int]
+) -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    section = TrainableSection(kind="lokr", rank=100, factor=factor)
+    add_lora(model, ["0"], section, torch.float32)
+    ((_, layer),) = adapter_layers(model)
+    assert layer.lokr_w1["default"].shape == shape
+    assert layer.lokr_w2["default"].shape == tuple(16 // side for side in shape)
 
 
 @pytest.mark.parametrize(

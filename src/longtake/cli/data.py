@@ -64,6 +64,13 @@ def index(
             "beside clip.mp4. Unset: what the sources say."
         ),
     ] = None,
+    uncaptioned: Annotated[
+        str,
+        typer.Option(
+            metavar="TEXT",
+            help="The caption of clips that have none; {stem} in it is the file's name.",
+        ),
+    ] = "",
     conditioning: Annotated[
         list[str] | None,
         typer.Option(
@@ -124,11 +131,13 @@ def index(
             raise typer.BadParameter(
                 "two SRC have a folder of the same class; index each for itself"
             )
-        targets = [([each.path], catalogs[each.name], each.label) for each in folders]
+        targets = [
+            ([each.path], catalogs[each.name], uncaptioned or each.label) for each in folders
+        ]
         reports = {}
         enter("looking for clips")
         with connected(on), progress.counted(say.console(), "index") as shown:
-            for some, target, label in targets or [(sources, out, "")]:
+            for some, target, label in targets or [(sources, out, uncaptioned)]:
                 reports[target] = index_clips(
                     some,
                     captions=captions,
@@ -196,8 +205,9 @@ def _say_indexed(report: "IndexReport", out: Path) -> None:
     if report.without_caption:
         say.line(
             f"{plural(report.without_caption, 'clip')} without a caption: training leaves such "
-            "clips out. Give captions with --captions, or clip.txt beside clip.mp4, and index "
-            "again; or let a local model write them: longtake data caption."
+            "clips out, unless data.keep_uncaptioned is set. Give captions with --captions, "
+            "--uncaptioned or clip.txt beside clip.mp4, and index again; or let a local model "
+            "write them: longtake data caption."
         )
 
 

@@ -311,6 +311,14 @@ class DataSection(Section):
     windows: int | None = Field(None, gt=0, le=MAX_SIDE)
     """Number of windows of a longer clip that are trained on, spread evenly over the clip; each
     epoch takes one of them. 1: the middle. Unset: a window begins anywhere."""
+    window: Literal["spread", "head", "middle"] = "spread"
+    """Place of the window in a longer clip. `head`: its beginning; `middle`: its middle, each the
+    only window; `spread`: by `windows`."""
+    min_size: int | None = Field(None, gt=0, le=MAX_SIDE)
+    """Leave out clips whose shorter side has fewer pixels. Unset: small clips are enlarged."""
+    keep_uncaptioned: bool = False
+    """Train clips without a caption with an empty one. `false`: they are left out. Another text for
+    them, or their file names, is given by `longtake data index --uncaptioned`."""
     max_crop: float | None = Field(None, ge=0, lt=1)
     """Greatest fraction of a picture that the crop to its bucket may remove, such as 0.2; a clip
     that would lose more is left out. Unset: no limit."""
@@ -411,6 +419,15 @@ class DataSection(Section):
         return self
 
     @model_validator(mode="after")
+    def _has_windows_of_one_kind(self) -> Self:
+        if self.window != "spread" and (self.windows or 1) > 1:
+            raise ValueError(
+                f'data.window = "{self.window}" is one window of each clip, and data.windows = '
+                f"{self.windows} are several: leave one of them out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _can_be_cached(self) -> Self:
         if self.cache is None:
             return self
@@ -425,7 +442,7 @@ class DataSection(Section):
         if not self.buckets and self.auto_buckets is not None:
             frames += self.auto_buckets.frames
         has_spans = self.stills_from_videos or any(number > 1 for number in frames)
-        if self.windows is None and has_spans:
+        if self.windows is None and self.window == "spread" and has_spans:
             raise ValueError(
                 "data.cache keeps the latents of a fixed number of spans of each clip: say how "
                 "many with data.windows, such as data.windows = 1"

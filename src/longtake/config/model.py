@@ -167,7 +167,12 @@ class TrainableSection(Section):
     """Linear layers that get an adapter: last parts of their names, or patterns such as
     `transformer_blocks.*.attn.to_q` or `blocks.[0-5].*`. Unset: the family's attention
     projections."""
+    exclude: Annotated[tuple[str, ...], FromList] = ()
+    """Linear layers among the targets that get none, written as in `targets`."""
     rank: int = Field(16, gt=0, le=2**14)
+    factor: int | None = Field(None, gt=0, le=2**14)
+    """For LoKr: size of the smaller factor of each weight, in rows and in columns, or the largest
+    divisor below it. Unset: as near the square root as the sizes divide."""
     alpha: float | None = Field(None, gt=0, le=1e6)
     """The adapter's updates are scaled by alpha / rank; unset: alpha = rank. LoKr of two full
     matrices always has the scale 1."""
@@ -189,6 +194,10 @@ class TrainableSection(Section):
             )
         if self.targets is not None and self.base() != "lora":
             raise ValueError('trainable.targets needs trainable.kind = "lora", "dora" or "lokr"')
+        if self.exclude and self.base() != "lora":
+            raise ValueError('trainable.exclude needs trainable.kind = "lora", "dora" or "lokr"')
+        if self.factor is not None and self.kind != "lokr":
+            raise ValueError('trainable.factor needs trainable.kind = "lokr"')
         if self.init_from is not None and self.base() != "lora":
             raise ValueError('trainable.init_from needs trainable.kind = "lora", "dora" or "lokr"')
         return self

@@ -57,6 +57,8 @@ DECIDES_ORDER = (
     "data.fps",
     "data.stills_from_videos",
     "data.max_crop",
+    "data.min_size",
+    "data.keep_uncaptioned",
     "data.stages",
     "data.weights",
     "data.repeats",

@@ -72,7 +72,7 @@ def choose_buckets(
     while shapes:
         counts = np.zeros(len(shapes), np.int64)
         for clips in catalogs.values():
-            rows = stages.captioned_rows(clips)
+            rows = stages.captioned_rows(clips, data)
             choice = buckets.choose(clips, rows, shapes, data.frame_stride, stills=stills, fps=fps)
             counts += np.bincount(choice[choice >= 0], minlength=len(shapes))
         fewest = int(np.argmin(counts))

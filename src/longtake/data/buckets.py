@@ -451,9 +451,13 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
     """Return the first frames of the windows that a clip has for a bucket, ascending.
 
     These are all possible ones; with `data.windows`, at most that many, from the first to the last
-    at equal distances. A single one lies in the middle.
+    at equal distances. A single one lies in the middle, or where `data.window` says.
     """
     last = num_starts(clip, shape, data.frame_stride, data.fps) - 1
+    if data.window == "head":
+        return [0]
+    if data.window == "middle":
+        return [last // 2]
     if data.windows is None or data.windows > last:
         return range(last + 1)
     if data.windows == 1:

@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from longtake.config.data import STEM
 from longtake.data import catalog
 from longtake.data.clip import Clip
 from longtake.data.content import MAX_COPIES, copy_identity
@@ -28,8 +29,9 @@ _LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, with the type co
 _KEYS = ("identity", "has_no_caption", "name")  # the first clip of an identity is kept
 _ORDER = ", ".join(_KEYS)
 _COLUMNS = (*_KEYS, *_SCHEMA.names[1:], "attribute_values", "given")
-_CAPTION, _PREPARED_FROM, _SPAN_START, _ATTRIBUTES, _GIVEN = map(
-    _COLUMNS.index, ("caption", "prepared_from", "span_start", "attribute_values", "given")
+_PATH, _MEMBER, _CAPTION, _PREPARED_FROM, _SPAN_START, _ATTRIBUTES, _GIVEN = map(
+    _COLUMNS.index,
+    ("path", "member", "caption", "prepared_from", "span_start", "attribute_values", "given"),
 )
 _CLIPS = f"clips ({', '.join(_COLUMNS)})"
 _ASIDE = "aside (identity, has_no_caption, path, file_bytes, file_mtime_ns, reason)"
@@ -47,6 +49,14 @@ class Written:
     other_captions: list[tuple[str, str]] = field(default_factory=list)
     trusted: int = 0  # number of clips whose frames were not decoded
     scores_dropped: int = 0  # clips that lost their older scores, because their caption changed
+
+
+def caption_without_file(label: str, name: str) -> str:
+    """Return the caption of a clip that has none: `label`, with the file's name as `{stem}`.
+
+    Underscores in the name become spaces.
+    """
+    return label.replace(STEM, PurePath(name).stem.replace("_", " "))
 
 
 class CatalogWriter:
@@ -328,7 +338,8 @@ def _with_scores(
         changed = list(row)
         changed[_PREPARED_FROM] = old["prepared_from"]
         # Captions that a model wrote survive where the sources still have none.
-        if row[_CAPTION] in ("", label) and scores.get(catalog.CAPTIONED):
+        given = caption_without_file(label, row[_MEMBER] or row[_PATH])
+        if row[_CAPTION] in ("", given) and scores.get(catalog.CAPTIONED):
             changed[_CAPTION] = caption
         if caption == changed[_CAPTION]:
             # Numbers that the sources give now replace older scores of the same name.

@@ -18,7 +18,12 @@ from typing_extensions import TypedDict
 
 from longtake.data import catalog
 from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, unread_beside
-from longtake.data.catalog_writer import MOST_LISTED, CatalogWriter, Written
+from longtake.data.catalog_writer import (
+    MOST_LISTED,
+    CatalogWriter,
+    Written,
+    caption_without_file,
+)
 from longtake.data.clip import Clip, Item, Media
 from longtake.data.content import copy_identity
 from longtake.data.decode import Probe, ProbeTask
@@ -244,7 +249,7 @@ def index(
         fresh: also read unchanged files again.
         conditioning: columns of the sources' tables for `data.conditioning`; each clip must have a
             path of an existing file, or numbers, in each.
-        label: the caption of clips that have none.
+        label: the caption of clips that have none; `{stem}` in it is the file's name.
         trusts_metadata: decode only the first frame of each video. Such clips get the attribute
             `trusted_metadata` = 1; a call that does not trust metadata reads them again.
         keeps_other_captions: keep files of equal content once for each caption; else once.
@@ -330,7 +335,8 @@ def _accept(
         mode = {catalog.TRUSTED: float(result.is_trusted)} if trusts_metadata else {}
         clip = Clip(
             media=item.media,
-            caption=item.caption or label,
+            caption=item.caption
+            or caption_without_file(label, item.media.member or item.media.path),
             attributes={**item.attributes, **mode},
             conditioning=item.conditioning,
             **result.clip_fields,

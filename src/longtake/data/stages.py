@@ -73,8 +73,12 @@ def drop_in_turn(
     """Yield each reason of a stage to drop clips, with the catalog rows that remain after it."""
     # Quantiles of each condition are over all captioned clips, so the order of conditions does not
     # matter.
-    kept = everyone = captioned_rows(catalog)
+    kept = everyone = captioned_rows(catalog, data)
     yield NO_CAPTION, kept
+    if data.min_size is not None:
+        shorter = np.minimum(catalog.column("width"), catalog.column("height"))
+        kept = kept[shorter[kept] >= data.min_size]
+        yield f"smaller than data.min_size = {data.min_size}", kept
     for condition in stage.where:
         meets = np.zeros(len(catalog), bool)
         meets[everyone] = _meets(catalog, condition, everyone, data)
@@ -85,8 +89,10 @@ def drop_in_turn(
         yield "the hardest", kept
 
 
-def captioned_rows(catalog: Catalog) -> buckets.Rows:
-    """Return the rows of all clips that have a caption."""
+def captioned_rows(catalog: Catalog, data: DataSection) -> buckets.Rows:
+    """Return the rows of all clips that have a caption, or need none."""
+    if data.keep_uncaptioned:
+        return np.arange(len(catalog), dtype=np.uint32)
     rows, first, count = np.empty(len(catalog), np.uint32), 0, 0
     for captions in catalog.table["caption"].chunks:
         found = np.flatnonzero(pc.not_equal(captions, "").to_numpy(zero_copy_only=False))
@@ -218,7 +224,7 @@ def _quantile_values(catalog: Catalog, stage: Stage, data: DataSection) -> str:
     for condition in stage.where:
         name, operator, text = parse_condition(condition)
         if _QUANTILE.fullmatch(text):
-            known = values(catalog, name, data)[captioned_rows(catalog)]
+            known = values(catalog, name, data)[captioned_rows(catalog, data)]
             found.append(f"`{condition}` is {name} {operator} {_bound(known, condition, text):g}")
     if not found:
         return ""

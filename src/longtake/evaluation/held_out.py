@@ -69,7 +69,7 @@ class HeldOut:
         catalog = Catalog.load(path)
         refuse_without_conditioning(catalog, recipe.data.conditioning)
         _refuse_trained(catalog, recipe, run)
-        data, rows = recipe.data, captioned_rows(catalog)
+        data, rows = recipe.data, captioned_rows(catalog, recipe.data)
         shapes, stills = data.shapes(), data.stills_from_videos
         buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills, fps=data.fps)
         usable = [(row, shapes[at]) for row, at in zip(rows, buckets, strict=True) if at >= 0]

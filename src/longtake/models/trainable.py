@@ -56,7 +56,7 @@ def make_trainable(
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
             with deferred_init.placeholders_on_cpu(deferred):
-                layers = find_targets(model, section.targets or family.block.lora_targets)
+                layers = _adapted_layers(model, section, family.block.lora_targets)
                 layers = [name for name in layers if f"{name}.weight" not in untrained]
                 add_lora(model, layers, section, dtype)
         modules = {
@@ -153,7 +153,10 @@ def add_lora(
     # A regular expression: peft takes names in a list for suffixes of further names.
     pattern = "|".join(re.escape(name) for name in layers)
     if section.kind == "lokr":
-        config: Any = LoKrConfig(r=section.rank, alpha=alpha, target_modules=pattern)
+        factor = section.factor or -1
+        config: Any = LoKrConfig(
+            r=section.rank, alpha=alpha, target_modules=pattern, decompose_factor=factor
+        )
     else:
         is_dora = section.kind == "dora"
         config = LoraConfig(
@@ -188,13 +191,28 @@ def is_full_lokr(layer: Any) -> bool:
     return ADAPTER in layer.lokr_w1 and ADAPTER in layer.lokr_w2
 
 
-def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+def _adapted_layers(
+    model: nn.Module, section: TrainableSection, targets: Sequence[str]
+) -> list[str]:
+    found = find_targets(model, section.targets or targets)
+    left_out = find_targets(model, section.exclude, "trainable.exclude")
+    if not (kept := [name for name in found if name not in left_out]):
+        raise RecipeError(
+            f"trainable.exclude ({', '.join(section.exclude)}) leaves out every layer that "
+            "trainable.targets name. Exclude fewer."
+        )
+    return kept
+
+
+def find_targets(
+    model: nn.Module, targets: Sequence[str], key: str = "trainable.targets"
+) -> list[str]:
     """Return the names of the linear layers that the recipe's LoRA targets match, in order."""
     names = [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
     matches = {target: {name for name in names if _matches(name, target)} for target in targets}
     for target, matched in matches.items():
         if not matched:
-            raise RecipeError(_explain_unmatched(target, names, model))
+            raise RecipeError(_explain_unmatched(key, target, names, model))
     return [name for name in names if any(name in matched for matched in matches.values())]
 
 
@@ -315,8 +333,8 @@ _OTHER_NAMES = {
 have."""
 
 
-def _explain_unmatched(target: str, layers: Sequence[str], model: nn.Module) -> str:
-    problem = f"trainable.targets: {target!r} matches no linear layer of the model; "
+def _explain_unmatched(key: str, target: str, layers: Sequence[str], model: nn.Module) -> str:
+    problem = f"{key}: {target!r} matches no linear layer of the model; "
     matched = [name for name, _ in model.named_modules() if name and _matches(name, target)]
     if any(layer.startswith(f"{name}.") for name in matched for layer in layers):
         return f"{problem}it has such layers inside: write {f'*{target}.*'!r} for all of them."
