@@ -329,11 +329,12 @@ class QwenImage21(diffusers_family.DiffusersFamily):
         prompt, known = diffusers_family.cut_texts(conditioning["prompt_embeds"], lengths)
         places, pictures, start = conditioning["prompt_places"], list[_Picture](), 0
         has_values = not (isinstance(places, FakeTensor) or places.is_meta)
+        # All samples of a batch share the places: pictures are before the caption. A plan takes one
+        # token to stand before each.
+        is_place = places[0].bool().tolist() if has_values else None
         for latents in self.inputs.pictures(conditioning):
             tokens = latents.to(noisy_latents).flatten(2).mT
-            # All samples of a batch share the places: pictures are before the caption. A plan takes
-            # one token to stand before each.
-            start += int(places[0, start:].int().argmax()) if has_values else 1
+            start = start + 1 if is_place is None else is_place.index(True, start)
             pictures.append(_Picture(start, tokens, (latents.shape[-2], latents.shape[-1])))
             start += pictures[-1].num_places
         inputs = {
