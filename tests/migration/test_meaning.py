@@ -145,3 +145,96 @@ def test_onetrainers_restarts_are_no_jumps(tmp_path: Path) -> None:
     done = _onetrainer(tmp_path, learning_rate_scheduler="COSINE_WITH_RESTARTS")
     assert _values(done)["optimizer"]["schedule"] == "cosine"
     assert "no equivalent" in _said(done, "optimizer.schedule")
+
+
+def test_steps_that_are_micro_batches_are_divided(tmp_path: Path) -> None:
+    """`gradient_accumulation` of ai-toolkit makes updates of its steps; the older name does not."""
+    lengths = {"steps": 2000, "gradient_accumulation": 1, "gradient_accumulation_steps": 4}
+    done = _values(_ai_toolkit(tmp_path, train=lengths, save={"save_every": 400}))
+    assert (done["training"]["steps"], done["training"]["global_batch_size"]) == (500, 4)
+    assert done["checkpoint"]["every"] == 100
+    lengths = {"steps": 2000, "gradient_accumulation": 4, "gradient_accumulation_steps": 1}
+    done = _values(_ai_toolkit(tmp_path, train=lengths))
+    assert (done["training"]["steps"], done["training"]["global_batch_size"]) == (2000, 4)
+    preset = _onetrainer(tmp_path, gradient_accumulation_steps=4, sample_after=100)
+    assert _values(preset)["optimizer"]["warmup_steps"] == 50
+
+
+def test_onetrainers_average_of_each_fifth_update_is_as_long(tmp_path: Path) -> None:
+    done = _onetrainer(tmp_path, ema="GPU", ema_decay=0.995, learning_rate_warmup_steps=1.0)
+    assert _values(done)["ema"]["decay"] ** 5 == pytest.approx(0.995, abs=1e-5)
+    assert _values(done)["optimizer"]["warmup_ratio"] == 0.999
+
+
+def test_onetrainers_lokr_has_a_rank_of_its_own(tmp_path: Path) -> None:
+    lokr = {"peft_type": "LOKR", "lora_rank": 8, "lora_decompose": True}
+    assert _values(_onetrainer(tmp_path, **lokr))["trainable"]["rank"] == 16
+    done = _values(_onetrainer(tmp_path, **lokr, lokr_dim=64))["trainable"]
+    assert (done["kind"], done["rank"], done["alpha"]) == ("lokr", 64, 1)
+    done = _values(_onetrainer(tmp_path, **lokr, lokr_full_matrix=True))["trainable"]
+    assert (done["rank"], "alpha" in done) == (2**14, False)
+
+
+def test_an_unknown_adapter_is_lora_and_not_full_fine_tuning(tmp_path: Path) -> None:
+    done = [
+        _ai_toolkit(tmp_path, network={"type": "loha", "linear": 8}),
+        _onetrainer(tmp_path, peft_type="OFT_2"),
+        _sd_scripts(tmp_path, "--network_module lycoris.kohya --network_args algo=loha"),
+    ]
+    for each in done:
+        assert _values(each)["trainable"]["kind"] == "lora"
+        assert "no equivalent" in _said(each, "trainable.kind")
+
+
+def test_dora_is_lora_s_alone_in_any_order(tmp_path: Path) -> None:
+    options = "--network_module lycoris.kohya --network_args dora_wd=True algo=locon"
+    assert _values(_sd_scripts(tmp_path, options))["trainable"]["kind"] == "dora"
+    full = _onetrainer(tmp_path, training_method="FINE_TUNE", lora_decompose=True)
+    assert _values(full)["trainable"]["kind"] == "full"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_one_set_of_clips_lacks_is_compared(tmp_path: Path, is_first: bool) -> None:
+    sets: list[dict[str, Any]] = [
+        {"folder_path": "/a", "caption_dropout_rate": 0.1},
+        {"folder_path": "/b"},
+    ]
+    sets[1]["buckets"] = False
+    sets = [{**each, "resolution": 512} for each in sets[:: 1 if is_first else -1]]
+    done = _ai_toolkit(tmp_path, datasets=sets)
+    assert "0.1 is written, another has 0.0" in _said(done, "data.caption_dropout")
+    assert "False is written, another has True" in _said(done, "data.auto_buckets")
+
+
+def test_the_largest_size_and_the_sets_own_batch_are_written(tmp_path: Path) -> None:
+    clips = "".join(
+        f'[[datasets]]\nresolution = {size}\nimage_directory = "/{size[0]}"\nenable_bucket=false\n'
+        for size in ([960, 544], [512, 512])
+    )
+    (bucket,) = _values(_musubi(tmp_path, "", clips))["data"]["buckets"]
+    assert (bucket["width"], bucket["height"]) == (960, 544)
+    clips = "[general]\nenable_bucket = true\n[[datasets]]\nbatch_size = 4\n"
+    clips += '[[datasets.subsets]]\nimage_dir = "/d"\n'
+    done = _sd_scripts(tmp_path, "--train_batch_size 1 --resolution 768", clips)
+    assert _values(done)["training"]["micro_batch_size"] == 4
+    assert _values(done)["data"]["auto_buckets"]["pixels"] == 768**2
+
+
+def test_what_a_loss_or_clipping_lacks_is_said(tmp_path: Path) -> None:
+    done = _sd_scripts(tmp_path, "--timestep_sampling shift --weighting_scheme sigma_sqrt")
+    assert "sigma_sqrt has no equivalent" in _said(done, "flow.timestep_sampling")
+    assert _values(done)["flow"].get("timestep_sampling", "logit_normal") == "logit_normal"
+
+
+@pytest.mark.parametrize("lines", ["shift = 3\nflux_shift = true", "flux_shift = true\nshift = 3"])
+def test_a_fixed_shift_comes_first_and_released_gradients_are_not_clipped(
+    tmp_path: Path, lines: str
+) -> None:
+    (tmp_path / "t.toml").write_text(
+        f'epochs = 1\ngradient_clipping = 1.0\n[model]\ntype = "flux"\n{lines}\n'
+        '[optimizer]\ntype = "adamw"\nlr = 2e-5\ngradient_release = true\n'
+    )
+    (tmp_path / "c.toml").write_text('resolutions = [512]\n[[directory]]\npath = "/d"\n')
+    done = migrate([tmp_path / "t.toml", tmp_path / "c.toml"], tmp_path / "mine.toml", _ANSWERS)
+    assert _values(done)["flow"]["shift"] == 3
+    assert _values(done)["optimizer"]["max_grad_norm"] == 1e9

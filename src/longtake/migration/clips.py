@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from longtake.migration.draft import Draft, show
+from longtake.migration.draft import Draft, default_of, show
 from longtake.migration.tables import refusal, shared
 from longtake.models import recognition
 
@@ -27,6 +27,25 @@ def settle_clips(draft: Draft, name: str, family: str, kind: recognition.Kind | 
     set_buckets(draft, family)
     set_windows(draft)
     set_samples(draft, family)
+
+
+def join_sets(draft: Draft) -> None:
+    """Write what the recipe has once for all sets of clips, and say where they differ."""
+    usual: dict[str, Any] = {"fact.bucketing": True, "fact.windows": 1, "fact.batch": 1}
+    usual |= draft.tool.defaults
+    to = {row.fact or row.to: row.to for row in draft.tool.clips.values()}
+    for name in dict.fromkeys(name for each in draft.clips for name in each.given):
+        is_key = name == to[name]
+        table = draft.values if is_key else draft.facts
+        otherwise: Any = usual.get(name, default_of(name)) if is_key else usual.get(f"fact.{name}")
+        found = [each.given.get(name, table.get(name, otherwise)) for each in draft.clips]
+        first = next(each.given[name] for each in draft.clips if name in each.given)
+        table[name] = given = min(found) if name == "batch" else first
+        other = next((each for each in found if each != given), given)
+        if other != given and is_key:
+            draft.decide(name, "sets_differ", before=show(given), value=show(other))
+        elif other != given:
+            draft.tell("differs", to[name], "sets_differ", before=show(given), value=show(other))
 
 
 def set_clips(draft: Draft, name: str) -> None:
@@ -130,9 +149,8 @@ def set_buckets(draft: Draft, family: str) -> None:
         draft.tell("none", "resolution", "areas")
     if facts.get("bucketing") is False:
         width, height = (max(side, each // side * side) for each in facts["size"])
-        draft.set(
-            "data.buckets", [{"num_frames": n, "height": height, "width": width} for n in frames]
-        )
+        size = {"height": height, "width": width}
+        draft.set("data.buckets", [{"num_frames": n, **size} for n in frames])
         return
     auto: dict[str, Any] = {"pixels": max(areas), "frames": frames}
     aspects = facts.get("aspects") or spaced(facts)
@@ -145,9 +163,7 @@ def set_buckets(draft: Draft, family: str) -> None:
 
 def spaced(facts: Mapping[str, Any]) -> list[float]:
     """Return aspect ratios evenly spaced by their logarithms, as a configuration counts them."""
-    low, high, count = (
-        facts.get(f"{name}") for name in ("min_aspect", "max_aspect", "num_aspects")
-    )
+    low, high, count = map(facts.get, ("min_aspect", "max_aspect", "num_aspects"))
     if not (count and low and high and 0 < low <= high):
         return []
     count = min(int(count), 64)

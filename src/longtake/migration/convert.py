@@ -23,10 +23,9 @@ _SECRET_VALUE = re.compile(r"\b(?:hf|ghp|sk|wandb)_\w{16,}|://[^/\s:]*:[^/\s@]*@
 
 def apply(draft: Draft, rows: Mapping[str, Row], values: Mapping[str, Any]) -> None:
     """Translate settings by their rows; unknown ones and secrets are named, not their values."""
-    for name, value in values.items():
+    for key, value in ((str(name), value) for name, value in values.items()):
         if value is None or value == {}:
             continue
-        key = str(name)  # YAML and JSON differ in what a key may be
         row = rows.get(key) or row_of_prefix(rows, key)
         holds_secret = _SECRET_VALUE.search(str(value)) is not None
         if row is None or holds_secret:
@@ -65,13 +64,12 @@ def is_off(value: Any, row: Row) -> bool:
 
 def copy(draft: Draft, row: Row, key: str, value: Any) -> None:
     value = [plain(each) for each in value] if isinstance(value, list) else value
-    if row.fact:
-        if row.how in ("copy", "scaled") and not math.isfinite(value):
-            raise ValueError
+    if row.fact and row.how in ("copy", "scaled") and not math.isfinite(value):
+        raise ValueError
+    if draft.clips:
+        draft.clips[-1].given[row.fact or row.to] = value
+    elif row.fact:
         draft.facts[row.fact] = value
-    elif draft.clips and draft.values.get(row.to, value) != value:
-        before = show(draft.values[row.to])
-        draft.decide(row.to, "sets_differ", before=before, value=show(value))
     else:
         draft.set(row.to, value)
 
@@ -94,7 +92,7 @@ def choice(draft: Draft, row: Row, key: str, value: Any) -> None:
         instead = "longtake's default" if default is None else show(default)
         draft.decide(row.to, "no_equivalent", key=key, value=show(value), instead=instead)
         if default is not None:
-            draft.set(row.to, default)
+            copy(draft, row, key, default)
 
 
 def when_true(draft: Draft, row: Row, key: str, value: Any) -> None:
@@ -132,9 +130,8 @@ def optimizer(draft: Draft, row: Row, key: str, value: Any) -> None:
         draft.decide(row.to, "own_rate", key=key, value=show(value))
     elif name not in (found["kind"], f"{found['kind']}opt"):
         states = "whose states torchao keeps in 8 bits" if "8bit" in found["kind"] else "in fp32"
-        draft.tell(
-            "differs", key, "optimizer", value=show(value), kind=found["kind"], states=states
-        )
+        named = {"value": show(value), "kind": found["kind"], "states": states}
+        draft.tell("differs", key, "optimizer", **named)
     draft.set(row.to, found["kind"])
     draft.facts["optimizer"] = found
 
@@ -149,11 +146,7 @@ def batch(draft: Draft, row: Row, key: str, value: Any) -> None:
         sizes = ", ".join(f"{number} at {side}" for side, number in value)
         draft.tell("none", key, "batches", value=show(sizes))
         value = min(int(number) for _, number in value)
-    # Sets of clips may have sizes of their own; one serves all of them here.
-    before = draft.facts.get("batch", int(value)) if draft.clips else int(value)
-    if before != int(value):
-        draft.tell("none", key, "set_batches")
-    draft.facts["batch"] = min(before, int(value))
+    copy(draft, row, key, int(value))
 
 
 def scaled(draft: Draft, row: Row, key: str, value: Any) -> None:
@@ -168,8 +161,10 @@ def count(draft: Draft, row: Row, key: str, value: Any) -> None:
 
 
 def share_or_steps(draft: Draft, row: Row, key: str, value: Any) -> None:
-    is_share = isinstance(value, float) and value < 1
-    draft.set("optimizer.warmup_ratio" if is_share else row.to, value if is_share else int(value))
+    # One means the whole run in some trainers, and a step in others; here a share is below 1.
+    is_share = 0 < value < 1 or value == row.values.get("whole")
+    value = min(value, 0.999) if is_share else max(0, int(value))
+    draft.set("optimizer.warmup_ratio" if is_share else row.to, value)
 
 
 def rank(draft: Draft, row: Row, key: str, value: Any) -> None:
@@ -257,15 +252,15 @@ def size_of(value: Any) -> list[int]:
 
 
 def resolution(draft: Draft, row: Row, key: str, value: Any) -> None:
-    draft.facts["size"] = size_of(value)
-    draft.facts.setdefault("areas", []).append(math.prod(draft.facts["size"]))
+    size = size_of(value)
+    draft.facts.setdefault("areas", []).append(math.prod(size))
+    draft.facts["size"] = max(size, draft.facts.get("size", size), key=math.prod)
 
 
 def sizes(draft: Draft, row: Row, key: str, value: Any) -> None:
     """Several resolutions, of which each clip is trained at every one."""
-    found = [
-        size_of(each) for each in (value if isinstance(value, list) else str(value).split(","))
-    ]
+    given = value if isinstance(value, list) else str(value).split(",")
+    found = [size_of(each) for each in given]
     if len(found) > 1:
         sides = ", ".join(str(math.isqrt(math.prod(each))) for each in found)
         draft.tell("none", key, "sizes", sides=sides)
@@ -273,15 +268,14 @@ def sizes(draft: Draft, row: Row, key: str, value: Any) -> None:
 
 
 def aspects(draft: Draft, row: Row, key: str, value: Any) -> None:
-    draft.facts["aspects"] = [
-        round(each[0] / each[1], 4) if isinstance(each, list) else float(each) for each in value
-    ]
+    sides = [each if isinstance(each, list) else [each, 1] for each in value]
+    copy(draft, row, key, [round(float(each[0]) / each[1], 4) for each in sides])
 
 
 def size_buckets(draft: Draft, row: Row, key: str, value: Any) -> None:
     """[[width, height, frames], ...]."""
     names = ("width", "height", "num_frames")
-    draft.facts["buckets"] = [dict(zip(names, map(int, each), strict=True)) for each in value]
+    copy(draft, row, key, [dict(zip(names, map(int, each), strict=True)) for each in value])
 
 
 def frames(draft: Draft, row: Row, key: str, value: Any) -> None:

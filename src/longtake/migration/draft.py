@@ -35,6 +35,8 @@ class ClipSet:
     repeats: int = 1
     captions: dict[str, Any] = field(default_factory=dict)
     """Keys of `data.captions.NAME`."""
+    given: dict[str, Any] = field(default_factory=dict)
+    """Values by keys of the recipe and names of facts, of which the recipe has one for all sets."""
     conditioning: dict[str, str] = field(default_factory=dict)
     """Folders of further inputs by their names here."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from longtake import config
 from longtake.formatting import printable
+from longtake.migration.clips import join_sets
 from longtake.migration.convert import apply
 from longtake.migration.draft import ClipSet, Draft
 from longtake.migration.reading import read_config
@@ -51,6 +52,7 @@ def migrate(paths: Sequence[Path], recipe: Path, answers: Answers) -> Migration:
     for values in source.clips:
         draft.clips.append(ClipSet())
         apply(draft, source.tool.clips, values)
+    join_sets(draft)
     for values in source.samples:
         of_sample = Draft(source.tool, notes=draft.notes)
         apply(of_sample, source.tool.samples, values)

@@ -41,7 +41,9 @@ def settle(draft: Draft, answers: Answers, name: str, files: str) -> str:
     family, title, kind = model(draft, answers, files)
     draft.set("out", f"runs/{name}")
     set_parts(draft, family)
+    set_shift(draft)
     set_defaults(draft)
+    count_updates(draft)
     set_trainable(draft, family)
     set_batches(draft, answers)
     set_length(draft)
@@ -136,10 +138,9 @@ def set_expert(
 
 def set_parts(draft: Draft, family: str) -> None:
     pretrained = draft.values["model.pretrained"]
-    draft.set("codec.kind", "autoencoder")
-    draft.set("codec.pretrained", pretrained)
-    draft.set("text.kind", "transformers")
-    draft.set("text.pretrained", pretrained)
+    for part, kind in (("codec", "autoencoder"), ("text", "transformers")):
+        draft.set(f"{part}.kind", kind)
+        draft.set(f"{part}.pretrained", pretrained)
     if family in ("flux", "flux_kontext"):
         draft.set("text.pooled", {})
         draft.values.setdefault("model.guidance", 1.0)
@@ -164,7 +165,11 @@ def quantized(draft: Draft, key: str, switch: str) -> str | None:
 def set_defaults(draft: Draft) -> None:
     """Write the trainer's defaults where the configuration sets nothing."""
     if draft.facts.get("use_ema"):
-        draft.set("ema.decay", draft.facts.get("ema_decay", draft.tool.defaults["fact.ema_decay"]))
+        decay = draft.facts.get("ema_decay", draft.tool.defaults["fact.ema_decay"])
+        interval = draft.facts.get("ema_interval", draft.tool.defaults.get("fact.ema_interval", 1))
+        draft.set("ema.decay", round(decay ** (1 / interval), 7))
+        if interval != 1:
+            draft.tell("differs", "ema.decay", "interval", decay=decay, interval=interval)
     for key, value in draft.tool.defaults.items():
         if key.startswith("fact."):
             fact = key.removeprefix("fact.")
@@ -193,8 +198,37 @@ def write_default(draft: Draft, key: str, value: Any) -> None:
         draft.tell("default", key, "default", **values)
 
 
+def set_shift(draft: Draft) -> None:
+    """Choose one of the shifts of a configuration: the first that counts in its trainer."""
+    facts, usual = draft.facts, draft.tool.defaults.get("flow.shift")
+    static, auto = facts.get("static_shift", usual), facts.get("auto_shift")
+    if static and auto:
+        draft.tell("differs", "flow.shift", "static_shift", shift=static, auto=auto)
+    found = static or auto or facts.get("last_shift")
+    if "static_shift" in facts or (found and not usual):
+        draft.set("flow.shift", found or 1.0)
+
+
+def count_updates(draft: Draft) -> None:
+    """Divide steps that are micro-batches, as steps are updates here."""
+    facts, title = draft.facts, draft.tool.title
+    by = int(facts.get(draft.tool.micro_steps, 1))
+    if by <= 1:
+        return
+    facts["accumulation"] = max(by, int(facts.get("accumulation", 1)))
+    draft.tell("differs", "gradient_accumulation_steps", "micro_steps", by=by, title=title)
+    for name in ("steps", "save_steps", "sample_steps", "optimizer.warmup_steps"):
+        table = facts if name in facts else draft.values
+        if table.get(name):
+            table[name] = max(1, round(table[name] / by))
+
+
 def set_trainable(draft: Draft, family: str) -> None:
     values, tool = draft.values, draft.tool
+    if draft.facts.get("dora") and values["trainable.kind"] == "lora":
+        values["trainable.kind"] = "dora"
+    if values["trainable.kind"] == "lokr" and "lokr_dim" in draft.facts:
+        values["trainable.rank"] = draft.facts["lokr_dim"]
     quantize = quantized(draft, "model.quantize", "quantize_on")
     if "quantize_on" in draft.facts:
         draft.facts.setdefault("te_on", draft.facts["quantize_on"])
@@ -204,9 +238,8 @@ def set_trainable(draft: Draft, family: str) -> None:
         for key in ("rank", "alpha", "targets", "init_from"):
             values.pop(f"trainable.{key}", None)
             draft.comments.pop(f"trainable.{key}", None)
-        draft.notes = [
-            n for n in draft.notes if not (n.kind == "default" and n.key.startswith("trainable."))
-        ]
+        notes, part = draft.notes, "trainable."
+        draft.notes = [n for n in notes if n.kind != "default" or not n.key.startswith(part)]
         values.setdefault("model.dtype", "bf16")
         if quantize:
             draft.tell("none", "model.quantize", "trained_bits")
@@ -268,29 +301,26 @@ def set_length(draft: Draft) -> None:
 
 def set_noise(draft: Draft) -> None:
     facts, values = draft.facts, draft.values
-    known = draft.tool.noise.get(str(facts.get("noise", "")))
-    for key, value in (known or {}).items():
-        if key == "range":
-            continue
+    unknown = {"range": "unknown"} if draft.tool.noise else {}
+    known: Mapping[str, Any] = draft.tool.noise.get(str(facts.get("noise", "")), unknown)
+    for key, value in known.items():
         if key == "note":
             draft.say("differs", str(facts["noise"]), value)
         elif isinstance(value, str) and value.startswith("@"):
             name, _, plus = value[1:].partition("+")
             if (found := facts.get(name)) is not None:
                 values.setdefault(key, found + float(plus) if plus else found)
-        else:
+        elif key != "range":
             values.setdefault(key, value)
     if values.get("flow.timestep_sampling", "logit_normal") != "logit_normal":
         for key in ("flow.logit_std", "flow.logit_mean"):
             values.pop(key, None)
-    low, high = float(facts.get("sigma_low", 0)), float(facts.get("sigma_high", 1))
-    if (low, high) != (0, 1):
-        set_range(
-            draft, low, high, (known or {}).get("range", "unknown" if draft.tool.noise else "")
-        )
+    ends = [float(facts.get("sigma_low", 0)), float(facts.get("sigma_high", 1))]
+    if ends != [0, 1]:
+        set_range(draft, ends, known.get("range", ""))
 
 
-def set_range(draft: Draft, low: float, high: float, meaning: str) -> None:
+def set_range(draft: Draft, ends: Sequence[float], meaning: str) -> None:
     """Set the range of noise levels from numbers that mean what `meaning` says.
 
     `mirrored`: places in a list of levels from 1 down, before the shift; `quantile`: places in a
@@ -299,25 +329,21 @@ def set_range(draft: Draft, low: float, high: float, meaning: str) -> None:
     """
     values, key = draft.values, "flow.sigma_range"
     if meaning == "unknown":
-        draft.decide(key, "range_unknown", low=f"{low:g}", high=f"{high:g}")
+        draft.decide(key, "range_unknown", low=f"{ends[0]:g}", high=f"{ends[1]:g}")
         return
-    ends = [low, high]
     if meaning in ("mirrored", "quantile"):
-        ends = [1 - high, 1 - low]
+        ends = [1 - ends[1], 1 - ends[0]]
     if meaning == "quantile":
-        normal = NormalDist()
-        ends = [1 / (1 + math.exp(-normal.inv_cdf(e))) if 0 < e < 1 else e for e in ends]
+        ends = [1 / (1 + math.exp(-NormalDist().inv_cdf(e))) if 0 < e < 1 else e for e in ends]
     shift = values.get("flow.shift", 1)
     if meaning in ("mirrored", "before") and isinstance(shift, int | float):
         ends = [shift * e / (1 + (shift - 1) * e) for e in ends]
     draft.set(key, [round(e, 6) for e in ends])
     if meaning in ("mirrored", "before") and isinstance(shift, str):
         draft.decide(key, "range_shifted", shift=shift)
-    is_even = values.get("flow.timestep_sampling", "logit_normal") == "uniform"
-    squeezed = meaning in ("mirrored", "before") or (
-        meaning == "squeezed" and not draft.facts.get("keeps_shape")
-    )
-    if squeezed and not is_even:
+    keeps = meaning == "squeezed" and draft.facts.get("keeps_shape")
+    keeps = keeps or meaning in ("", "quantile")
+    if not keeps and values.get("flow.timestep_sampling", "logit_normal") != "uniform":
         draft.tell("differs", key, "range_squeezed", title=draft.tool.title)
 
 

@@ -24,6 +24,8 @@ class Source:
     samples: list[dict[str, Any]] = field(default_factory=list)
     has_run: bool = False
     """False if only the file of the data was given."""
+    common: dict[str, Any] = field(default_factory=dict)
+    """Settings for sets of clips that have none of their own."""
     named: list[str] = field(default_factory=list)
     """Files that the configuration names and that hold a part of it."""
 
@@ -64,6 +66,7 @@ def collect(files: Sequence[ConfigFile]) -> Source:
                 values["mask_folder"] = ["{stem}-masklabel.png"]
             if source.run.get("custom_conditioning_image") is True:
                 values["control_folders"] = ["{stem}-condlabel.png"]
+    source.clips = [{**source.common, **each} for each in source.clips]
     for each in prompts:
         source.samples += list(prompt_lines(each.lines))
     name, title = found[0][0].name, source.tool.title
@@ -198,7 +201,7 @@ def read_options(source: Source, options: Mapping[str, Any]) -> None:
     if any(key in folder for key in ("train_data_dir", "image_dir", "in_json")):
         source.clips.append(folder)
     else:
-        values |= folder
+        source.common |= folder
     source.run |= values
 
 

@@ -58,6 +58,8 @@ class Tool:
     run: Mapping[str, Row]
     clips: Mapping[str, Row]
     samples: Mapping[str, Row]
+    micro_steps: str
+    """The fact by which steps are divided to be updates; empty: they are updates."""
     defaults: Mapping[str, Any]
     """Values that the trainer uses where a configuration sets none, by the recipe's keys."""
     kept: Mapping[str, str]
@@ -87,7 +89,7 @@ def tool(name: str) -> Tool:
         part: {key: Row(**row) for key, row in values.pop(part, {}).items()}
         for part in ("run", "clips", "samples")
     }
-    empty: dict[str, Any] = {"releases": {}, "scripts": {}, "noise": {}}
+    empty: dict[str, Any] = {"releases": {}, "scripts": {}, "noise": {}, "micro_steps": ""}
     return Tool(name=name, **{**empty, **values, **rows})
 
 
