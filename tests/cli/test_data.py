@@ -340,4 +340,5 @@ def test_clips_without_captions_are_told_with_what_that_means(
     arguments = ("data", "index", clips, "--captions", "sidecar", "--out", tmp_path / "c.parquet")
     code, _, err = call(*arguments)
     assert code == 0
-    assert "64 clips without a caption: training leaves such clips out. Give captions" in err
+    left_out = "training leaves such clips out, unless data.keep_uncaptioned is set. Give captions"
+    assert f"64 clips without a caption: {left_out}" in err
