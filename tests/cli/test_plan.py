@@ -466,7 +466,6 @@ def _report_of(phase: PhaseForecast, *, is_short: bool = True, **codec: Any) -> 
             sampling=SimpleNamespace(in_training=False),
         ),
         is_filled=False,
-        lacks_ram=lambda each: each.ram_bytes > 2**30,
         tile=TileChoice(0),
         phases=[phase],
         short_phases=[phase] if is_short else [],

@@ -382,7 +382,7 @@ def _phase_shortages(report: "PlanReport") -> Iterator[str]:
                 more = 'codec.encode_tile = "auto" takes tiles that fit, if there are any. '
             bucket, needed = tile.bucket or step.batch.bucket, format_size(phase.peak_bytes)
             text = cannot_encode(str(bucket), needed, phase.how, more, gpu)
-        elif report.lacks_ram(phase):
+        elif phase.lacks_ram(step.device):
             needed, data = format_size(phase.ram_bytes), report.recipe.data
             text = f"{label}: a process needs {needed} of RAM to read it."
             if not report.is_filled:

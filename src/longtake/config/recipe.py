@@ -125,8 +125,7 @@ class Recipe(Section):
 
         The loss mask is none of them, nor is what only the objective reads.
         """
-        of_loss = self.objective.inputs
-        return {name: each for name, each in self.step_inputs().items() if name not in of_loss}
+        return self.without_inputs_of_objective().step_inputs()
 
     def without_inputs_of_objective(self) -> Self:
         """Return the recipe without the inputs that only the objective reads."""

@@ -456,11 +456,9 @@ def starts(clip: Clip, shape: Bucket, data: DataSection) -> Sequence[int]:
     last = num_starts(clip, shape, data.frame_stride, data.fps) - 1
     if data.window == "head":
         return [0]
-    if data.window == "middle":
-        return [last // 2]
-    if data.windows is None or data.windows > last:
+    if data.window == "spread" and (data.windows is None or data.windows > last):
         return range(last + 1)
-    if data.windows == 1:
+    if data.windows is None or data.windows == 1:
         return [last // 2]
     gaps = data.windows - 1
     # round(number * last / gaps) in integers, equal on every machine.

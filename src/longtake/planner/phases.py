@@ -15,6 +15,7 @@ from longtake.models.numerics import autocast
 from longtake.models.text import outline_text
 from longtake.planner import encoding, fake_tensors, memory
 from longtake.planner.block_weights import blocks_with
+from longtake.planner.devices import DeviceBudget
 from longtake.planner.fake_tensors import empty_like
 from longtake.planner.record import ON_DEVICE, BlockWeights, Options
 from longtake.planner.sampling_phase import sampling_phase
@@ -36,6 +37,10 @@ class PhaseForecast(InferenceTrace):
     or `sampling`."""
     fits: bool | None  # None: no budget
     ram_bytes: int = 0  # host RAM that a process needs to read the weights; 0: little
+
+    def lacks_ram(self, device: DeviceBudget) -> bool:
+        """Return whether a process on the device has too little host RAM to read the weights."""
+        return device.ram_bytes is not None and self.ram_bytes > device.ram_bytes
 
 
 def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> list[PhaseForecast]:
@@ -59,9 +64,8 @@ def forecast_phases(step: memory.MetaStep, options: Options | None = None) -> li
         if (trace := traces.get(name))
     ]
     if "text" in traces:
-        ram, own = ram_to_read(step.recipe, components.text), step.device.ram_bytes
-        fits = False if own is not None and ram > own else phases[0].fits
-        phases[0] = replace(phases[0], ram_bytes=ram, fits=fits)
+        text = replace(phases[0], ram_bytes=ram_to_read(step.recipe, components.text))
+        phases[0] = replace(text, fits=False) if text.lacks_ram(step.device) else text
     return phases
 
 

@@ -109,13 +109,9 @@ class PlanReport(TracedFacts):
         if self.recipe.data.cache is not None and not self.is_filled:
             names |= {"text", "encode"}
         elif self.recipe.data.cache is None or self.recipe.sampling.in_training:
-            names |= {each.name for each in self.phases if self.lacks_ram(each)}
+            device = self.known.step.device
+            names |= {each.name for each in self.phases if each.lacks_ram(device)}
         return [each for each in self.phases if each.name in names and each.fits is False]
-
-    def lacks_ram(self, phase: PhaseForecast) -> bool:
-        """Return whether a process has too little host RAM to read the weights of a phase."""
-        ram = self.known.step.device.ram_bytes
-        return ram is not None and phase.ram_bytes > ram
 
     @property
     def needed_ram(self) -> int:

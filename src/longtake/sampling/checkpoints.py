@@ -61,9 +61,8 @@ def load_start(
                 f"{begun.path}. If that is so on this computer, run the same command with --trust."
             )
         checkpoint = begun.checkpoint_path(parent["step"])
-        # Another run may be there by now.
-        is_there = (checkpoint / "COMMITTED").exists() and begun.record()["id"] == parent["id"]
-        if not is_there:
+        is_whole = parent["step"] in begun.checkpoint_steps()
+        if not is_whole or begun.record()["id"] != parent["id"]:  # another run may be there by now
             raise CheckpointError(
                 f"{run.path} began with {checkpoint}, which is not there any more, so its first "
                 "weights cannot be sampled. Restore that checkpoint, or name a later step."
