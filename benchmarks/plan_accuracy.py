@@ -124,10 +124,12 @@ class Case:
         is_added = self.trainable == "module"
         if self.family == "flux_kontext":
             names = ["reference", "pose"] if is_added else ["reference"]
-            values["data"]["references"] = dict.fromkeys(names, "{stem}.png")
-        values["trainable"] = (
-            {"module": _MODULES[self.family]} if is_added else {"kind": self.trainable, "rank": 8}
-        )
+            picture = {"kind": "picture", "path": "{stem}.png"}
+            values["data"]["conditioning"] = dict.fromkeys(names, picture)
+        if is_added:
+            values["trainable"] = {"modules": {"added": {"module": _MODULES[self.family]}}}
+        else:
+            values["trainable"] = {"kind": self.trainable, "rank": 8}
         return config.parse(values, source="the benchmark's recipe")
 
     def __str__(self) -> str:
