@@ -30,7 +30,7 @@ _TEMPLATE = (
 )
 
 
-class _Processor(transformers.Qwen3VLProcessor):  # type: ignore[misc]
+class Processor(transformers.Qwen3VLProcessor):  # type: ignore[misc]
     """Of texts and pictures."""
 
     def check_argument_for_proper_class(self, name: str, argument: Any) -> Any:
@@ -41,8 +41,8 @@ class _Processor(transformers.Qwen3VLProcessor):  # type: ignore[misc]
         self.tokenizer.save_pretrained(folder)
 
 
-_Processor.__name__ = "Qwen3VLProcessor"
-_Processor.__module__ = transformers.Qwen3VLProcessor.__module__
+Processor.__name__ = "Qwen3VLProcessor"
+Processor.__module__ = transformers.Qwen3VLProcessor.__module__
 
 
 def autoencoder() -> Any:
@@ -86,7 +86,7 @@ def make(folder: Path) -> None:
         text_encoder=transformers.Qwen3VLForConditionalGeneration(
             release_krea2.language_config(words, _WIDTH, layers=2)
         ),
-        processor=_Processor(images, words, None, _TEMPLATE),
+        processor=Processor(images, words, None, _TEMPLATE),
         transformer=transformer(),
     ).save_pretrained(folder)
 
@@ -95,7 +95,7 @@ def load(folder: Path) -> Any:
     """The pipeline of a release."""
     images = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder / "processor")
     words = transformers.AutoTokenizer.from_pretrained(folder / "processor")
-    processor = _Processor(images, words, None, words.chat_template)
+    processor = Processor(images, words, None, words.chat_template)
     return diffusers.DiffusionPipeline.from_pretrained(folder, processor=processor)
 
 

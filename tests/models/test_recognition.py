@@ -20,6 +20,7 @@ _HUNYUAN = {"_class_name": "HunyuanVideo15Transformer3DModel"}
 _LTX = {"_class_name": "LTX2VideoTransformer3DModel"}
 _QWEN21 = {"_class_name": "QwenImage21Transformer2DModel"}
 _KREA = {"_class_name": "Krea2Transformer2DModel"}
+_FLUX3 = {"_class_name": "Flux3Transformer2DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
 
@@ -66,6 +67,8 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("QwenImage21Pipeline", _QWEN21, {"sample_sigmas": None}, "qwen_image21", "Qwen-Image 2.1"),
     ("Krea2Pipeline", _KREA, {"is_distilled": True}, "krea2", "Krea 2 Turbo"),
     ("Krea2Pipeline", _KREA, {"is_distilled": False}, "krea2", "Krea 2"),
+    ("Flux3ModularPipeline", _FLUX3, {"_blocks_class_name": "Flux3AutoBlocks"}, "flux3", "FLUX.3"),
+    (None, _FLUX3, {}, "flux3", "FLUX.3"),
 ]
 
 
@@ -91,6 +94,7 @@ def test_a_release_is_told_by_its_files(
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
 def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
     assert kind.transformer in dir(diffusers)
+    assert not kind.modular or kind.modular in dir(diffusers)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +103,8 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
         ("FluxControlNetPipeline", _FLUX, {}, "a ControlNet pipeline .*docs/guides/modules.md"),
         ("FluxFillPipeline", _FLUX | {"in_channels": 384}, {}, r"FLUX\.1 Fill, .* FLUX\.1 Kontext"),
         (None, _FLUX | {"in_channels": 128}, {}, r"FLUX\.1 Depth or Canny, .*guides/modules\.md"),
-        ("Flux3ModularPipeline", {}, {}, r"FLUX\.3 .*Start from FLUX\.2\."),
+        ("Flux3DistilledModularPipeline", _FLUX3, {}, r"a FLUX\.3 distilled to a flow map"),
+        (None, _FLUX3 | {"flow_map": True}, {}, r"a FLUX\.3 distilled .*flux-3-image-klein-base"),
         ("Flux2KleinKVPipeline", {"_class_name": "Flux2Transformer2DModel"}, {}, "FLUX.2 klein KV"),
         ("MiniMaxH3ModularPipeline", {}, {}, "MiniMax H3"),
         ("QwenImageLayeredPipeline", _QWEN, {}, "Qwen-Image-Layered"),

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from longtake.config import ModelSection
 from longtake.errors import ModelError, RecipeError
 from longtake.flow.shift import ShiftRule
-from longtake.models import deferred_init, numerics, pretrained, releases
+from longtake.models import deferred_init, modular, numerics, pretrained, releases
 from longtake.models.base import BlockContract, Conditioning, Defaults, Family, LatentShape
 from longtake.models.codec import Codec
 from longtake.models.experts import ExpertPair
@@ -288,23 +288,26 @@ class DiffusersFamily(Family):
         autoencoder = codec.modules()[0]
         parts = text.pipeline_parts()
         pipeline_class = getattr(diffusers, self.pipeline_of(parts, release))
-        known = pretrained.defaults(pipeline_class.__init__)
-        index = release.pipeline
-        # Values in the release's model_index.json that are no components, such as boundary_ratio.
-        settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
         pair = dict(model.named_children()) if isinstance(model, ExpertPair) else None
-        pipeline = pipeline_class(
+        components = {
             **(pair or {"transformer": model}),
-            vae=autoencoder,
-            scheduler=self.scheduler.build(section, rule, bucket_shift),
-            # None for now: these folders are copied from the release after saving.
-            **dict.fromkeys(self.copied_parts),
+            "vae": autoencoder,
+            "scheduler": self.scheduler.build(section, rule, bucket_shift),
             **parts,
-            **settings,
             **self.further_components(release),
-        )
-        with pretrained.quiet(pipeline), pretrained.quiet(text.encoder):
-            pipeline.save_pretrained(folder)
+        }
+        with pretrained.quiet(pipeline_class), pretrained.quiet(text.encoder):
+            if modular.is_modular(pipeline_class):
+                modular.save_pipeline(pipeline_class, components, section, folder)
+                return
+            known = pretrained.defaults(pipeline_class.__init__)
+            index = release.pipeline
+            # Values in the release's model_index.json that are no components, such as
+            # boundary_ratio.
+            settings = {n: v for n, v in index.items() if n in known and not isinstance(v, list)}
+            # None for now: these folders are copied from the release after saving.
+            copied = dict.fromkeys(self.copied_parts)
+            pipeline_class(**components, **copied, **settings).save_pretrained(folder)
         for name in self.copied_parts:
             releases.copy_part(section, name, folder)
 

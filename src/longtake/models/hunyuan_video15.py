@@ -14,19 +14,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longtake.config import Bucket, ModelSection
-from longtake.errors import ModelError, RecipeError
+from longtake.errors import RecipeError
 from longtake.models import base, codec, diffusers_family, pretrained, releases
 from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.recognition import HUNYUAN_I2V, makes_from_frame
-from longtake.models.release_scheduler import PipelineScheduler
+from longtake.models.release_scheduler import PipelineScheduler, build_guider, guider_scale
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.models.text_contract import DECODER, TextContract, text_width
 from longtake.parallel.context_parallel import TokenSharing
 
 _GLYPH_TOKENS = 256  # length that the pipelines have for ByT5
 _TEMPLATE_TOKENS = 108  # before a caption, which the pipelines drop
-_PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
 
 
 class HunyuanText(TextContract):
@@ -258,7 +257,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         release = releases.read_release(section)
         scale = self.guidance_scale
         if release.guider is not None:
-            scale = _guidance_scale(release.guider, str(section.release()))
+            scale = guider_scale(release.guider, str(section.release()))
         # Without guidance there is no pass without a caption for which the model would have to
         # train.
         dropout = base.Defaults.caption_dropout if scale != 1 else 0.0
@@ -266,11 +265,8 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         return base.Defaults(shift, scale, steps, dropout, max_tokens=1000)
 
     def further_components(self, release: releases.Release) -> dict[str, Any]:
-        from diffusers import ClassifierFreeGuidance
-
         values = {"guidance_scale": self.guidance_scale, **(release.guider or {})}
-        with pretrained.quiet(ClassifierFreeGuidance):  # diffusers calls guiders experimental
-            return {"guider": ClassifierFreeGuidance.from_config(values)}
+        return {"guider": build_guider(values)}
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         raise RecipeError(
@@ -293,19 +289,6 @@ def _takes_first(release: releases.Release) -> bool:
 
 def _has_first(model: Any) -> bool:
     return bool(model.config.task_type == "i2v")
-
-
-def _guidance_scale(guider: Mapping[str, Any], where: str) -> float:
-    """Return the guidance scale in a guider_config.json; ModelError for other guidance."""
-    name = str(guider.get("_class_name", "ClassifierFreeGuidance"))
-    other = [key for key, plain in _PLAIN.items() if guider.get(key, plain) != plain]
-    if name != "ClassifierFreeGuidance" or other:
-        raise ModelError(
-            f"{where}: its guider_config.json has {', '.join([name, *other])}, by which longtake "
-            "does not sample; it has plain ClassifierFreeGuidance. Copy the release and correct "
-            "guider/guider_config.json, if the model works with plain guidance."
-        )
-    return float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
 
 
 def _unpadded(texts: Tensor, counts: Tensor) -> list[Tensor]:

@@ -277,6 +277,15 @@ def _without_part(where: str, folder: Path, subfolder: str) -> ModelError:
             f"{where} is one part of a release ({printable(named)}), and the whole is needed. "
             f"Name the folder or repository that has model_index.json and {subfolder}."
         )
+    with suppress(ModelError, AttributeError, LookupError, TypeError):  # it may hold anything
+        entry: Any = read_config(folder / "modular_model_index.json")[subfolder][2]
+        if source := entry.get("pretrained_model_name_or_path") or entry.get("repo"):
+            return ModelError(
+                f"{where} has no subfolder {subfolder}; its modular_model_index.json takes it from "
+                f"{printable(str(source))}, and longtake loads only from what a recipe names. Name "
+                "that for this part (in model, codec or text.pretrained), or copy the folder "
+                f"{subfolder} from there into a local copy of the release."
+            )
     present = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
     other = ", or the right model.subfolder in a recipe" if "transformer" in subfolder else ""
     return ModelError(

@@ -58,6 +58,8 @@ class Kind:
     fps: float | None = None
     releases: tuple[str, ...] = ()
     """Ids of the kind's repositories in diffusers' layout; the first serves as an example."""
+    modular: str = ""
+    """Class name of its modular pipeline, for a kind that diffusers has no ordinary pipeline of."""
     advice: str = ""
     """Sentences for whoever is about to train it, such as of another release to start from."""
 
@@ -229,6 +231,15 @@ KINDS = (  # in order: the first that fits is taken
         "krea/Krea-2-Raw, and used with Turbo.",
     ),
     _krea2(title="Krea 2", releases=("krea/Krea-2-Raw",)),
+    Kind(
+        title="FLUX.3",
+        family="flux3",
+        transformer="Flux3Transformer2DModel",
+        modular="Flux3ModularPipeline",
+        releases=("black-forest-labs/flux-3-image-klein-base",),
+        advice="Without pictures in data.conditioning the parts of the model that read them "
+        "(image_cond) get no gradient, and stay as they are.",
+    ),
 )
 
 
@@ -245,6 +256,8 @@ def _named(*beginnings: str) -> Callable[[Facts], bool]:
         str(facts[name]).startswith(beginnings) for name in ("pipeline", "transformer")
     )
 
+
+_MODULAR = {kind.modular for kind in KINDS}
 
 # In FLUX.1 a token has 64 channels: 16 latent channels of 2 x 2. Fill adds the masked latents (64)
 # and the mask in pixels (256), Depth and Canny a control picture (64).
@@ -266,7 +279,11 @@ _REFUSED = (
         "Start from FLUX.1, and train the control as a module of your own "
         "(docs/guides/modules.md).",
     ),
-    _Refused("FLUX.3", _named("Flux3"), "Start from FLUX.2."),
+    _Refused(
+        "a FLUX.3 distilled to a flow map, which is trained toward where a step ends",
+        lambda facts: _named("Flux3Distilled")(facts) or bool(facts.get("flow_map")),
+        "Start from black-forest-labs/flux-3-image-klein-base.",
+    ),
     _Refused("FLUX.2 klein KV", _named("Flux2KleinKV"), "Start from FLUX.2 klein."),
     _Refused("MiniMax H3", _named("MiniMax"), "Start from Wan 2.2 or HunyuanVideo 1.5."),
     _Refused(
@@ -330,7 +347,7 @@ _REFUSED = (
     ),
     _Refused(
         "a modular pipeline",
-        lambda facts: "Modular" in str(facts["pipeline"]),
+        lambda facts: "Modular" in facts["pipeline"] and facts["pipeline"] not in _MODULAR,
         "Start from the release of the ordinary pipeline.",
     ),
 )

@@ -1,4 +1,4 @@
-"""The scheduler of a family's diffusers pipeline: a release's shift, and that of an export."""
+"""Scheduler and guider of a family's diffusers pipeline: a release's, and those of an export."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -117,3 +117,26 @@ class PipelineScheduler:
             values |= {key: value for key, value in changed.items() if key in known}
         with pretrained.quiet(scheduler_class):
             return scheduler_class.from_config(values)
+
+
+_PLAIN = {"guidance_rescale": 0.0, "use_original_formulation": False, "start": 0.0, "stop": 1.0}
+
+
+def guider_scale(guider: Mapping[str, Any], where: str) -> float:
+    """Return the guidance scale in a guider_config.json; ModelError for other guidance."""
+    name = str(guider.get("_class_name", "ClassifierFreeGuidance"))
+    other = [key for key, plain in _PLAIN.items() if guider.get(key, plain) != plain]
+    if name != "ClassifierFreeGuidance" or other:
+        raise ModelError(
+            f"{where}: its guider_config.json has {', '.join([name, *other])}, by which longtake "
+            "does not sample; it has plain ClassifierFreeGuidance. Copy the release and correct "
+            "guider/guider_config.json, if the model works with plain guidance."
+        )
+    return float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
+
+
+def build_guider(values: Mapping[str, Any]) -> Any:
+    from diffusers import ClassifierFreeGuidance
+
+    with pretrained.quiet(ClassifierFreeGuidance):  # diffusers calls guiders experimental
+        return ClassifierFreeGuidance.from_config(values)

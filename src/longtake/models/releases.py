@@ -20,6 +20,7 @@ SHIPPED = {
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": "wan_2_1_14b.json",
 }
 """Configurations that longtake ships, by repository id; Kontext's are those of FLUX.1-dev."""
+MODULAR_INDEX = "modular_model_index.json"
 SHIPPED_PIPELINES = {"black-forest-labs/FLUX.1-Kontext-dev": "FluxKontextPipeline"}
 """Class names of pipelines by repository id, for transformers that several pipelines share."""
 
@@ -30,7 +31,7 @@ class Release:
 
     config: Mapping[str, Any]  # the transformer's; of a model from scratch the recipe's
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
-    pipeline: Mapping[str, Any]  # model_index.json; empty if there is none
+    pipeline: Mapping[str, Any]  # as `pipeline_index` returns it
     guider: Mapping[str, Any] | None = None  # for pipelines whose guidance is a component
 
 
@@ -49,14 +50,18 @@ def _read_release(where: str, subfolder: str) -> Release:
     if _is_shipped(where):
         return Release(config, _shipped(SHIPPED[where]).get("scheduler"), {})
     root = (locate(where, subfolder, files="config.json") / subfolder).resolve().parent
-    scheduler = root / "scheduler" / "scheduler_config.json"
-    index, guider = root / "model_index.json", root / "guider" / "guider_config.json"
-    return Release(
-        config,
-        read_config(scheduler) if scheduler.is_file() else None,
-        read_config(index) if index.is_file() else {},
-        read_config(guider) if guider.is_file() else None,
-    )
+    index = _read_index(root)
+
+    def part(name: str) -> dict[str, Any] | None:
+        file = root / name / f"{name}_config.json"
+        # A modular pipeline makes a part that its index does not name by its own defaults.
+        if "_blocks_class_name" not in index:
+            return read_config(file) if file.is_file() else None
+        if name not in index:
+            return None
+        return read_config(locate(where, name, files=file.name) / name / file.name)
+
+    return Release(config, part("scheduler"), index, part("guider"))
 
 
 _read_repository = cache(_read_release)  # so that the hub is asked once
@@ -99,7 +104,10 @@ def _is_class(value: Any) -> bool:
 
 
 def pipeline_index(where: str) -> dict[str, Any]:
-    """Read a release's model_index.json, or that of a modular pipeline; {} if there is neither."""
+    """Read a release's model_index.json, or that of a modular pipeline; {} if there is neither.
+
+    A modular index gets the form of the other one: a library and a class for each part.
+    """
     return _index(where) if Path(where).expanduser().is_dir() else _repository_index(where)
 
 
@@ -110,8 +118,44 @@ def _index(where: str) -> dict[str, Any]:
         folder = _root(where)
     except ModelError:  # the part itself will not be found either, and that error says more
         return {}
-    files = (folder / name for name in ("model_index.json", "modular_model_index.json"))
-    return next((read_config(file) for file in files if file.is_file()), {})
+    return _read_index(folder)
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    files = (folder / name for name in ("model_index.json", MODULAR_INDEX))
+    entries = next((read_config(file) for file in files if file.is_file()), {})
+    return {name: _class_of(entry) for name, entry in entries.items()}
+
+
+def _class_of(entry: Any) -> Any:
+    if not _is_modular(entry):
+        return entry  # a setting
+    # The first two are null for a part that was not loaded when the index was saved.
+    hint = entry[2].get("type_hint")
+    return entry[:2] if entry[1] or not isinstance(hint, list) else hint
+
+
+def _is_modular(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], dict)
+
+
+def modular_index(where: str) -> dict[str, Any]:
+    """Read a release's modular_model_index.json as it is; {} if there is none."""
+    file = _root(where) / MODULAR_INDEX
+    return read_config(file) if file.is_file() else {}
+
+
+def modular_entry(entry: Any, where: str | None = None) -> Any:
+    """Complete the entry of a part in a modular index, which is in `where` unless it says so.
+
+    Without `where` diffusers looks for it in the folder that has the index.
+    """
+    if not _is_modular(entry):
+        return entry
+    source = where if entry[2].get("subfolder") else None  # otherwise it names no place at all
+    place = {"pretrained_model_name_or_path": source, "variant": None, "revision": None}
+    said = {name: value for name, value in entry[2].items() if value is not None}
+    return [*entry[:2], place | said]
 
 
 _repository_index = cache(_index)  # so that the hub is asked once

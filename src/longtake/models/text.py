@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from longtake import errors, fsio
 from longtake.config import PooledSection, TextSection
 from longtake.formatting import reason_of
-from longtake.models import deferred_init, numerics, pretrained, releases
+from longtake.models import deferred_init, modular, numerics, pretrained, releases
 from longtake.models.caption_tokens import clean
 from longtake.models.quantized import quantize_linears
 from longtake.models.streamed import StreamedBlocks, layer_lists
@@ -248,6 +248,8 @@ class TransformersText:
             pretrained.quiet(transformers.CLIPTextModel),
         ):
             pipeline = getattr(diffusers, self._family.pipeline_of(parts))
+            if modular.is_modular(pipeline):
+                return modular.text_pipeline(pipeline, parts)
             arguments = pretrained.defaults(pipeline.__init__).items()
             # Components that the constructor requires but encoding does not, such as the
             # transformer.
