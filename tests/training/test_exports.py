@@ -49,6 +49,14 @@ def test_each_save_has_the_file_of_longtake_export(
     assert ours.read_bytes() == by_hand.read_bytes()
     with safe_open(ours, "pt") as file:
         assert {file.get_tensor(name).dtype for name in file.keys()} == {torch.bfloat16}  # noqa: SIM118
+        facts = file.metadata()
+    assert (facts["ss_network_dim"], facts["ss_steps"], facts["modelspec.title"]) == (
+        "2",
+        "3",
+        "run",
+    )
+    assert facts["modelspec.date"] == RunDirectory(recipe.out).record()["created"]
+    assert not any(str(recipe.out.parent) in value for value in facts.values())
 
 
 def test_a_resumed_run_exports_what_it_has_left_out_and_touches_no_other_file(

@@ -8,7 +8,7 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,14 +17,12 @@ from longtake.cli import say
 from longtake.cli.board import board, report
 from longtake.cli.data import data_app
 from longtake.cli.evaluate import evaluate
+from longtake.cli.export import RUN_HELP, AtStep, Ema, OtherExpert, Profile, export, load_sampler
 from longtake.cli.init import init
 from longtake.cli.launch import launch, preflight
 from longtake.cli.plan import plan
 from longtake.cli.runs import bundle, health, show, stacks, watch
 from longtake.cli.train import train
-
-if TYPE_CHECKING:
-    from longtake.sampling.sampler import Sampler
 
 app = typer.Typer(
     name="longtake",
@@ -42,30 +40,7 @@ _NOT_OURS = (
 """Error numbers of the operating system that a user can solve: permissions, space, names of
 files."""
 
-Ema = Annotated[
-    bool | None,
-    typer.Option(
-        "--ema/--no-ema",
-        show_default=False,
-        help="Use the EMA weights or the trained weights [default: EMA if the run has it].",
-    ),
-]
-Profile = Annotated[str | None, typer.Option(help="Name of the EMA profile [default: the first].")]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option()]
-AtStep = Annotated[
-    int | None,
-    typer.Option(help="Step of the checkpoint; 0: the run's beginning [default: the newest]."),
-]
-OtherExpert = Annotated[
-    Path | None,
-    typer.Option(
-        show_default=False,
-        metavar="RUN",
-        help="Of a release with two transformers: the run, or one of its checkpoints, that trained "
-        "the other one [default: sampling.other_expert, else the release's].",
-    ),
-]
-_RUN_HELP = "A run directory, or one of its checkpoints."
 
 
 def main() -> None:
@@ -152,7 +127,7 @@ def demo(
 
 
 def sample(
-    run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
+    run: Annotated[Path, typer.Argument(help=RUN_HELP)],
     prompt: Annotated[list[str], typer.Option(help="The text prompt; may be repeated.")],
     out: Annotated[
         Path,
@@ -236,7 +211,7 @@ def sample(
             negative_prompt=negative_prompt,
         )
         enter("loading the model")
-        sampler = _load_sampler(
+        sampler = load_sampler(
             run,
             step,
             ema=ema,
@@ -253,71 +228,6 @@ def sample(
     else:
         files = f"{', '.join(written['videos'])} and {written['sheet']}"
         say.line(f"Step {sampler.step}, {sampler.weights}: {files}")
-
-
-def _load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
-    """Load a run's checkpoint for sampling; without a step, name newer ones that are damaged."""
-    from longtake.checkpoint.files import passed_over
-    from longtake.sampling.checkpoints import find_run
-    from longtake.sampling.sampler import load_sampler
-
-    # After loading, which has passed over the checkpoints that are damaged.
-    sampler, run = load_sampler(path, step=step, **options), find_run(path)
-    # A checkpoint that was named by its path has no newer ones to mention.
-    if step is None and run.path == path:
-        for sentence in passed_over(run, sampler.step):
-            say.complain(f"{sentence}.")
-    return sampler
-
-
-def export(
-    run: Annotated[Path, typer.Argument(help=_RUN_HELP)],
-    out: Annotated[Path, typer.Option(help="The folder to write; for comfyui, the file.")],
-    wanted: Annotated[
-        Literal["diffusers", "peft", "comfyui"],
-        typer.Option("--format", help="A pipeline folder, LoRA alone, or one file for ComfyUI."),
-    ] = "diffusers",
-    step: AtStep = None,
-    ema: Ema = None,
-    profile: Profile = None,
-    other_expert: OtherExpert = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="For comfyui and peft: data type of the weights [default: as kept]."),
-    ] = None,
-    trust: say.Trust = False,
-    as_json: say.AsJson = False,
-) -> None:
-    """Write a run's model for other tools: diffusers' `from_pretrained`, peft or ComfyUI."""
-    with progress.phase_lines(say.console(), "importing PyTorch") as enter:
-        from longtake.evaluation.export import check_export
-        from longtake.evaluation.export import export as write
-        from longtake.sampling.checkpoints import find_run
-
-        # Refused before the model is loaded, which can take minutes.
-        check_export(find_run(run).recipe(), out, wanted, dtype)
-        enter("loading the model")
-        sampler = _load_sampler(
-            run,
-            step,
-            ema=ema,
-            profile=profile,
-            device="cpu",
-            trust=trust,
-            exact=True,
-            other_expert=other_expert,
-            # A pipeline holds both transformers of a release; LoRA and ComfyUI files hold one.
-            with_other=wanted == "diffusers",
-        )
-        enter("writing the export")
-        remarks = write(sampler, out, wanted, dtype)
-    if as_json:
-        facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
-        say.result({**facts, "out": str(out), "remarks": remarks})
-        return
-    say.line(f"Step {sampler.step}, {sampler.weights}, for {wanted}: {out}")
-    for remark in remarks:
-        say.line(remark)
 
 
 def drill(

@@ -2,24 +2,25 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longtake.errors import RunError
+from longtake.models import file_header
 from longtake.models.base import Family
 from longtake.models.lora_files import COMFYUI_DORA
 from longtake.models.numerics import DTYPES
-from longtake.models.trainable import adapter_config, dora_norm_ratio, lora_layers, lora_state
+from longtake.models.trainable import dora_norm_ratio, lora_layers, lora_state
 
 LoraFormat = Literal["comfyui", "diffusers", "peft"]
 ExportDtype = Literal["fp32", "bf16", "fp16"]
 
 PEFT_PREFIX = "base_model.model."
 """Prefix of weights' names in peft's files; diffusers' `load_lora_adapter` takes it as `prefix`."""
-_DTYPES: Mapping[ExportDtype, torch.dtype] = {**DTYPES, "fp16": torch.float16}  # type: ignore[dict-item]
+_DTYPES: Mapping[str, torch.dtype] = {**DTYPES, "fp16": torch.float16}
 
 
 def lora_weights(
@@ -33,17 +34,27 @@ def lora_weights(
         RecipeError: ComfyUI does not know the family.
     """
     weights, metadata = lora_state(model), dict[str, str]()
-    if wanted == "diffusers":
-        return {f"transformer.{name}": value for name, value in weights.items()}, metadata
-    if wanted == "peft":
-        return {f"{PEFT_PREFIX}{name}": value for name, value in weights.items()}, metadata
-    for name, layer in lora_layers(model):
+    for name, layer in lora_layers(model) if wanted == "comfyui" else ():
         # ComfyUI stores DoRA's magnitude as a column, and divides by other norms than peft.
         if (magnitude := weights.pop(f"{name}.lora_magnitude_vector", None)) is not None:
             scale = magnitude.float() * dora_norm_ratio(layer)
             weights[f"{name}.dora_scale"] = scale.to(magnitude.dtype)[:, None]
             metadata = dict(COMFYUI_DORA)
-    return comfyui_named(weights, family, is_lora=True), metadata
+    return lora_named(weights, family, wanted), metadata
+
+
+def lora_named(
+    weights: Mapping[str, Tensor], family: Family, wanted: LoraFormat
+) -> dict[str, Tensor]:
+    """Return LoRA with peft's names under those of a tool.
+
+    Raises:
+        RecipeError: ComfyUI does not know the family, or a layer of it.
+    """
+    if wanted == "comfyui":
+        return comfyui_named(weights, family, is_lora=True)
+    prefix = "transformer." if wanted == "diffusers" else PEFT_PREFIX
+    return {f"{prefix}{name}": value for name, value in weights.items()}
 
 
 def comfyui_named(
@@ -54,7 +65,7 @@ def comfyui_named(
     return named
 
 
-def in_dtype(weights: Mapping[str, Tensor], dtype: ExportDtype | None) -> dict[str, Tensor]:
+def in_dtype(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
     """Convert weights to a data type on the CPU; None keeps theirs.
 
     Raises:
@@ -75,14 +86,16 @@ def in_dtype(weights: Mapping[str, Tensor], dtype: ExportDtype | None) -> dict[s
 def write_weights(
     weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
+    """Write a safetensors file, whose header gets metadata and the hash of the tensors."""
     # safetensors only stores contiguous tensors.
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
-    save_file(whole, path, {"format": "pt", **(metadata or {})})
+    save_file(whole, path, {"format": "pt", **(metadata or {}), **file_header.HASHES})
+    file_header.write_header(path)
 
 
 def write_peft_folder(
-    weights: Mapping[str, Tensor], model: nn.Module, base: str | None, folder: Path
+    weights: Mapping[str, Tensor], config: Any, folder: Path, metadata: Mapping[str, str]
 ) -> None:
-    """Write `lora_weights` for peft into a folder, with their configuration and base's name."""
-    write_weights(weights, folder / "adapter_model.safetensors")
-    adapter_config(model, base).save_pretrained(str(folder))
+    """Write LoRA for peft into a folder, with its configuration."""
+    write_weights(weights, folder / "adapter_model.safetensors", metadata)
+    config.save_pretrained(str(folder))

@@ -232,6 +232,13 @@ def quiet(speaker: Any) -> Iterator[None]:
             log.enable_progress_bar()
 
 
+def is_repository_id(where: str) -> bool:
+    """Return True if `where` names a repository: a path that is there, or a file, comes first."""
+    path = Path(where).expanduser()
+    is_local = path.exists() or path.suffix.lower() in _ONE_FILE
+    return not is_local and _REPOSITORY_ID.fullmatch(where) is not None
+
+
 def locate(where: str, subfolder: str, files: str = "*") -> Path:
     """Return the local folder that has the subfolder, downloaded if `where` is a repository id.
 

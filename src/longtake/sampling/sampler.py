@@ -291,6 +291,7 @@ class Sampler:
     """Embeddings of prompts on the CPU, by prompt and the files of pictures encoded with it."""
     is_shared: bool = False
     """True if several ranks sample together; only `sample` makes the others run the model."""
+    run: RunDirectory | None = None
 
     def sample(
         self,
@@ -659,16 +660,8 @@ class SamplerLoader:
         return self._sampler(0, precision, weights)
 
     def _sampler(self, step: int, precision: numerics.Precision, weights: str) -> Sampler:
-        return Sampler(
-            self.components,
-            self.recipe,
-            step,
-            self.device,
-            precision,
-            weights,
-            self._memory,
-            self._prompts,
-        )
+        made_by = self.components, self.recipe, step, self.device, precision, weights
+        return Sampler(*made_by, self._memory, self._prompts, run=self.run)
 
 
 def load_sampler(

@@ -14,9 +14,9 @@ from typing_extensions import TypedDict
 
 from longtake import errors, fsio
 from longtake.config import Recipe
-from longtake.models import lora_export
+from longtake.models import file_header, lora_export
 from longtake.models.components import Components
-from longtake.models.trainable import adapter_layers
+from longtake.models.trainable import adapter_config, adapter_layers
 from longtake.parallel.fsdp import full
 from longtake.run_dir import RunDirectory
 from longtake.training.parts import Training
@@ -76,13 +76,15 @@ def export_lora(training: Training) -> None:
         weights = {name: full(value).to("cpu", copy=True) for name, value in given.items()}
     if not session.world.is_first:
         return
+    wanted = recipe.checkpoint.export
     try:
+        metadata |= file_header.describe(recipe, parts.family, session.run, step, wanted)
         weights = lora_export.in_dtype(weights, recipe.checkpoint.export_dtype)
         path = path_of(session.run, recipe, step)
         with _kept_record(path, step, recipe.checkpoint.export_keep) as aside:
-            if recipe.checkpoint.export == "peft":
-                base = recipe.model.pretrained
-                lora_export.write_peft_folder(weights, parts.model, base, aside)
+            if wanted == "peft":
+                config = adapter_config(parts.model, recipe.model.pretrained)
+                lora_export.write_peft_folder(weights, config, aside, metadata)
             else:
                 lora_export.write_weights(weights, aside, metadata)
     except (OSError, errors.LongtakeError) as error:
