@@ -11,6 +11,7 @@ import importlib
 import inspect
 import re
 import sys
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -121,7 +122,8 @@ def recipe_page() -> str:
         summary = inspect.getdoc(models[model]) or ""
         table = schema["$defs"][model]
         lines += ["", f"## `[{path}]`", "", summary.partition("\n\n")[0].replace("\n", " "), ""]
-        lines += _keys(path, table, schema["$defs"], texts[model])
+        inherited = ChainMap(*(texts.get(each.__name__, {}) for each in models[model].__mro__))
+        lines += _keys(path, table, schema["$defs"], inherited)
     return "\n".join(lines) + "\n"
 
 
@@ -191,6 +193,8 @@ def _type_of(field: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     if options := field.get("anyOf") or field.get("oneOf"):
         kinds = [_type_of(each, definitions) for each in options if each.get("type") != "null"]
         return " or ".join(dict.fromkeys(kinds))
+    if field.get("type") == "array" and (options := field.get("items", {}).get("oneOf")):
+        return f"list of {' or '.join(_type_of(each, definitions) for each in options)}"
     if reference := _model_of(field):
         inner = definitions[reference]
         if "properties" not in inner:

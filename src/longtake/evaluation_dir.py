@@ -46,6 +46,10 @@ ServerEventKind = Literal[
 ]
 
 
+OwnSetting = str | int | float
+"""Value of a setting that a prompt of a preset has of its own, such as its `width`."""
+
+
 class VideoScores(TypedDict):
     """One sampled video of an evaluation result, with its measures."""
 
@@ -55,6 +59,8 @@ class VideoScores(TypedDict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)]
     measures: dict[str, float]
     """Measures of the video by name, without undefined ones, such as motion of one frame."""
+    settings: NotRequired[dict[str, OwnSetting]]
+    """Settings of this video that differ from the preset's; missing without any."""
 
 
 class Alarm(TypedDict):
@@ -117,7 +123,7 @@ SCORES: Final[TypeAdapter[Scores]] = TypeAdapter(Annotated[Scores, AfterValidato
 
 
 class Scene(NamedTuple):
-    """Prompt, seed and inputs of a sampled video, by which checkpoints' videos are compared."""
+    """Prompt, seed, inputs and settings of a video, by which checkpoints' videos are compared."""
 
     prompt: str
     seed: int
@@ -125,6 +131,17 @@ class Scene(NamedTuple):
     """Name and digest of each input besides the prompt, such as a picture.
 
     See `longtake.sampling.preset_files.InputFile`."""
+    settings: tuple[tuple[str, OwnSetting], ...] = ()
+    """Settings of the video that differ from its preset's."""
+
+    @property
+    def note(self) -> str:
+        return note_of_video(self.seed, dict(self.settings))
+
+
+def note_of_video(seed: int, settings: Mapping[str, OwnSetting]) -> str:
+    """Return seed and own settings of a sampled video in words, such as `seed 3, width 64`."""
+    return ", ".join([f"seed {seed}", *(f"{name} {value}" for name, value in settings.items())])
 
 
 def files_by_scene(scores: Scores) -> dict[Scene, str]:
@@ -134,7 +151,8 @@ def files_by_scene(scores: Scores) -> dict[Scene, str]:
     for video in scores["videos"]:
         number = prompt_number(video["file"]) if pictures else 0
         of_prompt = tuple((name, contents[number]) for name, contents in pictures.items())
-        found[Scene(video["prompt"], video["seed"], of_prompt)] = video["file"]
+        own = tuple(sorted(video.get("settings", {}).items()))
+        found[Scene(video["prompt"], video["seed"], of_prompt, own)] = video["file"]
     return found
 
 

@@ -244,6 +244,24 @@ def test_a_page_that_is_one_file_has_each_video_once(run: RunDirectory) -> None:
     assert [each["media"] for each in payload(html)["steps"]] == [None, None]
 
 
+def test_a_prompt_is_a_row_for_each_of_its_settings(run: RunDirectory) -> None:
+    folder = add_result(run, "own", 40, prompts=["a", "a"], settings={"height": 480, "width": 832})
+    scores = json.loads((folder / "scores.json").read_text())
+    scores["videos"][1]["settings"] = {"width": 480, "guidance_scale": 3.0}
+    (folder / "scores.json").write_text(json.dumps(scores))
+    html = page(run)
+    assert prompts(html) == ["a", "a"]
+    notes = [each["note"] for each in payload(html)["scenes"]]
+    assert notes == ["seed 0", "seed 0, guidance_scale 3.0, width 480"]
+    assert texts(html, r'</span><span class="note">(seed.*?)</span>') == notes
+    assert 'width="144" height="83"' in html
+    assert 'width="144" height="144"' in html
+    with_own, plain = payload(html)["command"]["prompts"][::-1]
+    assert "--guidance 3.0" in with_own
+    assert "--width 480" in with_own
+    assert "--width 832" in plain
+
+
 # --- The command ------------------------------------------------------------------------------
 
 
@@ -251,8 +269,7 @@ def test_the_command_samples_the_same_video_again(run: RunDirectory) -> None:
     add_result(run, "shapes", 40, prompts=["it's a $HOME", "b"], settings={"shift": 9.0})
     command = payload(page(run))["command"]
     assert command["before"] == f"longtake sample {run.path}"
-    assert command["prompts"][0] == """--prompt 'it'"'"'s a $HOME' --seed 0"""
-    assert command["options"] == "--shift 9.0"
+    assert command["prompts"][0] == """--prompt 'it'"'"'s a $HOME' --seed 0 --shift 9.0"""
     assert command["checkpoints"] == []
 
 

@@ -40,7 +40,10 @@ measures = ["longtake.demo.oracle:Adherence"]
 
 [evaluation.presets.raw]
 num_inference_steps = 2
-prompts = ["a red square moves left"]
+prompts = [
+    { prompt = "a red square moves left", num_inference_steps = 1, seeds = [5] },
+    "a red square moves left",
+]
 ema = "none"
 
 [evaluation.presets.odd]
@@ -128,6 +131,13 @@ def test_a_result_bears_a_presets_own_measures_and_the_held_out_loss(run: RunDir
     assert "adherence" not in raw["measures"]
     assert raw["weights"] == "model"
     assert raw["key"] != scores["key"]
+    own, plain = raw["videos"]
+    assert (own["file"], own["seed"], own["settings"]) == (
+        "00_s5.mp4",
+        5,
+        {"num_inference_steps": 1},
+    )
+    assert (plain["file"], plain["seed"], "settings" in plain) == ("01_s0.mp4", 0, False)
 
 
 class _Broken:

@@ -127,6 +127,23 @@ def test_time_counts_all_videos_and_a_small_budget_takes_fewer_at_a_time(
     assert least.peak_bytes < many.peak_bytes
 
 
+def test_a_prompt_of_its_own_size_counts_with_that_size(small_recipe: MakeRecipe) -> None:
+    preset = "evaluation.presets.tiny={{prompts=['a', {}], num_inference_steps=4}}"
+    device = device_budget(small_recipe(*_WAN), "cpu")
+    usual, large, mixed = (
+        _sampling(small_recipe(*_WAN, *more), device)
+        for more in (
+            [preset.format("'b'")],
+            [_PRESET.format("width=128")],
+            [preset.format("{prompt='b', width=128}")],
+        )
+    )
+    assert usual.peak_bytes < mixed.peak_bytes < large.peak_bytes
+    assert usual.seconds < mixed.seconds < large.seconds
+    one = "tiny: 1 video of 5 frames of {}x64, all at once"
+    assert mixed.how == f"{one.format(64)}; {one.format(128)}"
+
+
 def test_nothing_is_planned_where_nothing_is_sampled(small_recipe: MakeRecipe) -> None:
     recipe = small_recipe(*_WAN[:-1])
     phases = forecast_phases(outline_step(recipe, device_budget(recipe, "cpu")))

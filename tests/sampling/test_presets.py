@@ -211,6 +211,12 @@ def _catalog(path: Path, numbers: range) -> Path:
         ("fps = 0.01", "", "mine: 0.01 frames a second cannot be written"),
         ('prompts = ["a", " "]', "", r"mine: prompts\[1\] are empty"),
         ('prompts = ["a circle --size 64*64"]', "", r"mine: prompts\[0\]: .* has --size"),
+        ('prompts = [{prompt = "a", height = 33}]', "", "mine: 8 frames of 48x33 cannot be"),
+        (
+            'prompts = ["b", {prompt = "a", negative_prompt = "[trigger]"}]',
+            "",
+            r"mine: Prompt 1, counted from 0: .* data\.trigger",
+        ),
         (
             'prompts_file = "none.txt"',
             "",
@@ -250,6 +256,12 @@ def test_an_unknown_preset_gets_the_nearest_and_all_there_are(recipe: Recipe) ->
     [
         ("[low4s]\nwidht = 640", r"low4s\.widht is not a key of a preset; did you mean width\?"),
         ("[low4s]\nwidth = -2", r"low4s\.width is -2; it should be greater than 0"),
+        ('[a]\nprompts = ["b", {prompt = "c", width = -2}]', r"a\.prompts\.1\.width is -2; it sho"),
+        (
+            '[a]\nprompts = [{prompt = "c", widht = 2}]',
+            r"prompts\.0\.widht is not .*presets\.width",
+        ),
+        ("[a]\nprompts = [3]", r"a\.prompts\.0 is 3; it should be a text in quotes"),
         ("width = 640", "width stands outside of a preset's table"),
         ("[low4s", "are not valid TOML"),
         ("[Low4s]", r"Low4s.* should"),
@@ -269,7 +281,7 @@ def test_requests_go_prompt_by_prompt_and_files_are_named_by_both(recipe: Recipe
     preset = replace(find_preset(recipe, "demo"), prompts=("a", "b"), seeds=(0, 7))
     found = [(each.prompt, each.seed) for each in preset.requests()]
     assert found == [("a", 0), ("a", 7), ("b", 0), ("b", 7)]
-    names = [preset.file_name(index) for index in range(4)]
+    names = [each.file for each in preset.requests()]
     assert names == ["00_s0.mp4", "00_s7.mp4", "01_s0.mp4", "01_s7.mp4"]
 
 
@@ -332,7 +344,79 @@ def test_a_preset_that_is_kept_needs_no_room(
 def test_a_prompt_a_line(content: str, prompts: tuple[str, ...], tmp_path: Path) -> None:
     path = tmp_path / "prompts.txt"
     path.write_bytes(content.encode())
-    assert read_prompts(path) == prompts
+    assert tuple(each.prompt for each in read_prompts(path)) == prompts
+
+
+_OWN = '["plain", {prompt = "wide", width = 64, seeds = [3, 4], num_inference_steps = 5}, "last"]'
+
+
+def test_prompts_can_have_settings_of_their_own(tmp_path: Path) -> None:
+    """In a table of the recipe as in a line of a file; others stay as without them."""
+    mine = "[evaluation.presets.mine]\nseeds = [1]\nnegative_prompt = 'n'\nprompts"
+    lines = [
+        '"plain"',
+        '{"prompt": "wide", "width": 64, "seeds": [3, 4], "num_inference_steps": 5}',
+    ]
+    (tmp_path / "p.jsonl").write_text("\n".join([*lines, "# a remark", '{"prompt": "last"}']))
+    preset = find_preset(_recipe(tmp_path, f"{mine} = {_OWN}"), "mine")
+    assert find_preset(_recipe(tmp_path, f"{mine}_file = 'p.jsonl'"), "mine", tmp_path) == preset
+    usual, wide = preset.groups()
+    assert [each.file for each in usual.requests] == ["00_s1.mp4", "02_s1.mp4"]
+    assert (usual.settings, usual.bucket) == (preset.settings, preset.bucket)
+    assert (wide.bucket.width, wide.settings.num_inference_steps) == (64, 5)
+    assert wide.settings.negative_prompt == "n"
+    names = ["00_s1.mp4", "01_s3.mp4", "01_s4.mp4", "02_s1.mp4"]
+    assert [each.file for each in preset.requests()] == names
+    assert {each.prompt: each.own for each in preset.requests()} == {
+        "plain": {},
+        "wide": {"width": 64, "num_inference_steps": 5},
+        "last": {},
+    }
+    record = preset.as_record()
+    assert record["prompt_settings"] == {
+        "1": {"width": 64, "num_inference_steps": 5, "seeds": [3, 4]}
+    }
+    assert record["prompts"] == ["plain", "wide", "last"]
+
+
+def test_a_prompt_can_go_without_its_presets_negative_prompt(tmp_path: Path) -> None:
+    text = "[evaluation.presets.mine]\nnegative_prompt = 'n'\n"
+    table = 'prompts = [{prompt = "a", negative_prompt = ""}]'
+    (group,) = find_preset(_recipe(tmp_path, text + table), "mine").groups()
+    assert group.settings.negative_prompt == ""
+    assert group.requests[0].own == {"negative_prompt": ""}
+
+
+def test_when_presets_are_sampled_may_change_under_the_same_name(tmp_path: Path) -> None:
+    """And nothing of prompts without settings of their own stands in the record."""
+    record = find_preset(_recipe(tmp_path), "demo").as_record()
+    sampled = config.changed(
+        _recipe(tmp_path), ["sampling.every_epochs=2", "sampling.at_start=true"]
+    )
+    assert find_preset(sampled, "demo").as_record() == record
+    assert "prompt_settings" not in record
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a red circle", r"line 2 is a red circle, and no prompt in JSON"),
+        ("{}", r"line 2 is \{\}, and no prompt in JSON"),
+        ('{"prompt": " "}', "line 2 is .*, and no prompt in JSON"),
+        ("[" * 100_000, r"line 2 is \[+\.\.\., and no prompt in JSON"),
+        (
+            '{"prompt": "a", "widht": 3}',
+            r"line 2: widht is not a key of a prompt; did you mean wid",
+        ),
+        ('{"prompt": "a", "width": "3"}', r"line 2: width is '3'; it should be a valid integer"),
+        ('{"prompt": "a --w 64"}', r"line 2: 'a --w 64' has --w\."),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(f'"first"\n{line}\n')
+    with pytest.raises(RecipeError, match=message):
+        read_prompts(path)
 
 
 @pytest.mark.parametrize(

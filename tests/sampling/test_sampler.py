@@ -30,17 +30,15 @@ from longtake.models.components import Components, assemble
 from longtake.models.flux import Flux
 from longtake.run_dir import RunDirectory
 from longtake.sampling.checkpoints import find_checkpoint
+from longtake.sampling.memory_strategy import MemoryFallback, MemoryStrategy, try_within_memory
 from longtake.sampling.presets import Preset, Request, find_preset, settings_for
 from longtake.sampling.sampler import (
-    MemoryFallback,
-    MemoryStrategy,
     Placement,
     Sampler,
     SamplerLoader,
     load_sampler,
     place,
     refuse_unfitting,
-    try_within_memory,
 )
 
 _PROMPTS = ["a red circle moving up", "a blue square moving left", "a green cross moving down"]

@@ -14,7 +14,13 @@ from rich.console import Console
 from longtake.config import Bucket
 from longtake.errors import RecipeError, RunError
 from longtake.evaluation.evaluator import Reread
-from longtake.sampling.presets import Preset, Request, find_preset, settings_for
+from longtake.sampling.presets import (
+    Preset,
+    PromptSettings,
+    Request,
+    find_preset,
+    settings_for,
+)
 from longtake.sampling.sampler import Sampler, load_sampler
 from longtake.sampling.videos import (
     FRAME_HEIGHT,
@@ -124,7 +130,7 @@ def test_a_sample_of_one_frame_is_an_image(sampler: Sampler, tmp_path: Path) -> 
     assert written == {"videos": [str(out)], "sheet": str(tmp_path / "red_sheet.png")}
     with Image.open(out) as found:
         assert np.array_equal(np.asarray(found), image[0, 0])
-    assert _preset(sampler, bucket=still).file_name(0) == "00_s0.png"
+    assert _preset(sampler, bucket=still).requests()[0].file == "00_s0.png"
     assert np.array_equal(Reread([out])[0], image[0])
 
 
@@ -153,6 +159,36 @@ def test_a_presets_videos_are_given_as_soon_as_they_are_written(
     assert [each.request for each in (first, *rest)] == preset.requests()
     alone = sampler.sample([rest[4].request], preset.settings, preset.bucket)[0]
     assert np.abs(alone.astype(int) - rest[4].video.astype(int)).max() <= 1
+
+
+def test_prompts_of_equal_settings_share_batches_and_the_sheet_keeps_their_order(
+    sampler: Sampler, tmp_path: Path
+) -> None:
+    preset, told = _preset(sampler), list[tuple[int, int]]()
+    settings, bucket = settings_for(sampler.recipe, num_inference_steps=1)
+    own = {"num_inference_steps": 1}
+    mixed = replace(preset, own={1: PromptSettings((7,), settings, bucket, own)})
+    videos = {
+        each.path.name: each.video
+        for each in sample_preset(sampler, mixed, tmp_path, lambda *done: told.append(done))
+    }
+    assert list(videos) == ["00_s0.mp4", "02_s0.mp4", "01_s7.mp4"]
+    assert told[-1] == (sampler.num_steps(preset.settings) + 1,) * 2
+    alike = [Request(_PROMPTS[0], 0), Request(_PROMPTS[2], 0)]
+    together = sampler.sample(alike, preset.settings, preset.bucket)
+    assert np.array_equal(together, [videos["00_s0.mp4"], videos["02_s0.mp4"]])
+    alone = sampler.sample([Request(_PROMPTS[1], 7)], settings, bucket)[0]
+    assert np.array_equal(alone, videos["01_s7.mp4"])
+    expected = [
+        SheetRow(_PROMPTS[0], videos["00_s0.mp4"]),
+        SheetRow(_PROMPTS[1], videos["01_s7.mp4"], note="seed 7, num_inference_steps 1"),
+        SheetRow(_PROMPTS[2], videos["02_s0.mp4"]),
+    ]
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        title = f"demo, step {sampler.step}, {sampler.weights}"
+        assert np.array_equal(
+            np.asarray(sheet), _draw(tmp_path / "other.png", *expected, title=title)
+        )
 
 
 def test_what_on_step_raises_ends_the_sampling(sampler: Sampler, tmp_path: Path) -> None:

@@ -42,7 +42,10 @@ def add_result(run: RunDirectory, preset: str, step: int, key: str = "0a1b2c3d")
         time=f"2026-01-02T03:04:{step % 60:02d}.000+00:00",
         server="here-1",
         settings={"fps": 8.0},
-        videos=[{"file": name, **facts} for name in names],  # type: ignore[typeddict-item]
+        videos=[
+            {"file": names[0], **facts},  # type: ignore[typeddict-item]
+            {"file": names[1], **facts, "settings": {"width": 48}},  # type: ignore[typeddict-item]
+        ],
         measures={"brightness": 0.25 + step, "motion": 1.5},
         held_out={"0.1": 0.75, "mean": 0.5},
         alarms=[{"measure": "brightness", "kind": "drift", "message": f"brightness at {step}"}],

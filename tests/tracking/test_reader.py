@@ -50,7 +50,7 @@ def test_records_carry_what_trackers_show(run: RunDirectory) -> None:
     files = {name: tuple(file) for name, file in evaluation.media.items()}
     assert files == {
         "eval/demo/00_s0": (folder / "00_s0.mp4", "a red disc (seed 0)"),
-        "eval/demo/01_s0": (folder / "01_s0.mp4", "a red disc (seed 0)"),
+        "eval/demo/01_s0": (folder / "01_s0.mp4", "a red disc (seed 0, width 48)"),
         "eval/demo/sheet": (folder / "sheet.png", ""),
     }
 

@@ -121,7 +121,6 @@ def render_samples(facts: RunFacts, links: PageLinks, query: Mapping[str, str]) 
         columns=shown,
         column_choices=sorted({*COLUMN_CHOICES, choice.columns}),
         rows=[_row(facts, links, preset, number, shown) for number in range(len(preset.scenes))],
-        cell_size=cell_size(preset.setting("height"), preset.setting("width"), _CELL_SIDE),
         is_tiny=_is_tiny(preset),
         measures=measured,
         index=preset.steps.index(choice.step),
@@ -191,12 +190,14 @@ def _row(
 ) -> dict[str, Any]:
     scene = preset.scenes[number]
     cells = [_cell(facts, links, preset, number, step) for step in steps]
+    height, width = (preset.setting(name, scene) for name in ("height", "width"))
     return {
         "number": number,
         "prompt": _shown_prompt(scene),
-        "seed": scene.seed,
+        "note": scene.note,
         "pictures": _pictures(facts, links, preset, scene),
         "cells": cells,
+        "size": cell_size(height, width, _CELL_SIDE),
     }
 
 
@@ -429,7 +430,7 @@ def _videos(
         "frames": int(preset.setting("num_frames") or 0),
         "width": int(preset.setting("width") or 0),
         "height": int(preset.setting("height") or 0),
-        "scenes": [{"prompt": _shown_prompt(each), "seed": each.seed} for each in scenes],
+        "scenes": [{"prompt": _shown_prompt(each), "note": each.note} for each in scenes],
         "steps": steps,
         "sets": [list(files) for files in sets],
     }
@@ -437,17 +438,14 @@ def _videos(
 
 def _command(facts: RunFacts, preset: SampledPreset) -> dict[str, Any]:
     """Return parts of the command that samples a video again; scripts add its step and file."""
-    run = shlex.quote(str(facts.run.path))
-    prompts = [
-        f"--prompt {shlex.quote(scene.prompt)} --seed {scene.seed}"
-        + "".join(f" --conditioning {shlex.quote(f'{name}=FILE')}" for name, _ in scene.pictures)
-        for scene in preset.scenes
-    ]
-    return {
-        "before": f"{process.command()} sample {run}",
-        "options": " ".join(sample_options(preset.newest.settings, preset.weights, facts.recipe)),
-        "prompts": prompts,
-    }
+    run, prompts = shlex.quote(str(facts.run.path)), list[str]()
+    for scene in preset.scenes:
+        settings = {**preset.newest.settings, **dict(scene.settings)}
+        options = [f"--prompt {shlex.quote(scene.prompt)}", f"--seed {scene.seed}"]
+        options += [f"--conditioning {shlex.quote(f'{name}=FILE')}" for name, _ in scene.pictures]
+        options += sample_options(settings, preset.weights, facts.recipe)
+        prompts.append(" ".join(options))
+    return {"before": f"{process.command()} sample {run}", "prompts": prompts}
 
 
 def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | None) -> list[str]:

@@ -16,7 +16,7 @@ from longtake.config.data import (
     Stage,
     StoreSection,
 )
-from longtake.config.load import changed, dump, kept, load, parse, parse_value
+from longtake.config.load import changed, dump, kept, load, parse, parse_section, parse_value
 from longtake.config.model import (
     EXPERT_FOLDERS,
     CodecSection,
@@ -41,7 +41,12 @@ from longtake.config.resume import (
     is_among,
     other_length,
 )
-from longtake.config.sampling import EvaluationSection, PresetSection, SamplingSection
+from longtake.config.sampling import (
+    EvaluationSection,
+    PresetSection,
+    PromptSection,
+    SamplingSection,
+)
 from longtake.config.training import (
     CheckpointSection,
     EmaProfile,

@@ -5,7 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import ValidationError
@@ -16,6 +16,8 @@ from longtake.config.recipe import Recipe
 from longtake.config.values import Section
 from longtake.errors import RecipeError
 from longtake.formatting import nearest, shorten
+
+S = TypeVar("S", bound=Section)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -48,8 +50,17 @@ def parse(values: Mapping[str, Any], source: str) -> Recipe:
     Raises:
         RecipeError: the values are invalid; the message has up to 20 problems, one per line.
     """
+    return parse_section(Recipe, values, source)
+
+
+def parse_section(kind: type[S], values: object, source: str) -> S:
+    """Validate nested values as a section of this kind, as `parse` does a whole recipe.
+
+    Raises:
+        RecipeError: as `parse`.
+    """
     try:
-        return Recipe.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
         details = error.errors()
         # For unions, pydantic reports both the table as a whole and the keys inside of it. Only
@@ -160,7 +171,7 @@ _MAX_RECIPE_BYTES = 2**20
 _MAX_PROBLEMS = 20
 _SHIFT = 'a number above 0 and up to 1000, "release", "flux" or "opensora"'
 # What pydantic appends to a key whose value may be of several types.
-_ALTERNATIVE = re.compile(r"(constrained-\w+|literal\[.*\])$")
+_ALTERNATIVE = re.compile(r"(constrained-\w+|tagged-\w+|literal\[.*\])$")
 _EXPECTED = {
     "dict_type": "be a table of keys and values",
     "model_type": "be a table of keys and values",

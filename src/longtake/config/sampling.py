@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from longtake.config.values import (
     MAX_BATCH,
@@ -88,32 +88,56 @@ class SamplingSection(Section):
         return in_words(self.every, self.every_epochs)
 
 
-class PresetSection(Section):
-    """Prompts, seeds and settings with which every checkpoint is sampled, so that they compare.
-
-    Keys that are left out have the values of the first of `data.buckets` and of `sampling`.
-    """
+class _VideoSection(Section):
+    """Settings of a preset's videos, which a prompt can replace for its own."""
 
     num_frames: int | None = Field(None, gt=0, le=MAX_SIDE)
     height: int | None = Field(None, gt=0, le=MAX_SIDE)
     width: int | None = Field(None, gt=0, le=MAX_SIDE)
-    fps: float | None = Field(None, gt=0, le=1000)
     solver: Literal["euler", "heun", "unipc"] | None = None
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     guidance_scale_2: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     shift: Shift | None = None
     negative_prompt: str | None = None
-    """Negative prompt of this preset, like `sampling.negative_prompt`."""
+    """Negative prompt, like `sampling.negative_prompt`."""
     seeds: Annotated[tuple[_Seed, ...], FromList] | None = Field(None, min_length=1)
     """Seeds; each prompt is sampled with each of them. Unset: 0."""
-    prompts: Annotated[tuple[str, ...], FromList] | None = Field(None, min_length=1)
-    """Prompts; `data.trigger` replaces `[trigger]` in them. If neither this nor `prompts_file` is
-    set, prompts that come with longtake are used."""
+
+
+class PromptSection(_VideoSection):
+    """A prompt with settings of its own; what it leaves out is as in its preset."""
+
+    prompt: str
+
+
+def _kind_of_prompt(value: object) -> str:
+    return "tagged-table" if isinstance(value, dict | PromptSection) else "tagged-text"
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("tagged-text")] | Annotated[PromptSection, Tag("tagged-table")],
+    Discriminator(_kind_of_prompt),
+]
+
+
+class PresetSection(_VideoSection):
+    """Prompts, seeds and settings with which every checkpoint is sampled, so that they compare.
+
+    Keys that are left out have the values of the first of `data.buckets` and of `sampling`.
+    """
+
+    fps: float | None = Field(None, gt=0, le=1000)
+    prompts: Annotated[tuple[_Prompt, ...], FromList] | None = Field(None, min_length=1)
+    """Prompts; `data.trigger` replaces `[trigger]` in them. One with settings of its own is a
+    table, such as { prompt = "a cat", width = 64, seeds = [3] }, in which keys of a preset from
+    `num_frames` to `seeds` can stand. If neither this nor `prompts_file` is set, prompts that come
+    with longtake are used."""
     prompts_file: FilePath | None = None
-    """Text file with one prompt per line. It is looked for in the folder of the recipe or preset
-    file that names it, then in the current directory. Lines that begin with # are comments;
-    settings in a line, such as `--w 64`, are refused."""
+    """Text file with one prompt per line, or a .jsonl file with one prompt or table (see `prompts`)
+    per line. It is looked for in the folder of the recipe or preset file that names it, then in the
+    current directory. Lines that begin with # are comments; settings in a line of text, such as
+    `--w 64`, are refused."""
     conditioning: dict[str, _Files] | None = None
     """Files of the model's further inputs, by the inputs' names in `data.conditioning`: one file
     per prompt, or one for all. They are looked for like `prompts_file`."""

@@ -17,7 +17,7 @@ from longtake.formatting import escape, format_duration
 from longtake.metrics import Metrics
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import checkpoint_key
-from longtake.sampling.presets import Preset, settings_for
+from longtake.sampling.presets import OF_PROMPTS, Preset, settings_for
 from longtake.sampling.sampler import Sampler
 from longtake.sampling.videos import SheetRow, contact_sheet
 
@@ -117,8 +117,8 @@ def _keep_videos(
     fsio.remove_tree(folder)  # left by an earlier call for the same checkpoint
     with fsio.atomic_folder(folder) as partial:
         scored = []
-        for index, one in enumerate(videos):
-            file, measures = preset.file_name(index), {"adherence": float(one.is_right)}
+        for request, one in zip(preset.requests(), videos, strict=True):
+            file, measures = request.file, {"adherence": float(one.is_right)}
             write_video(partial / file, one.video, settings.fps)
             scored.append(VideoScores(file=file, prompt=one.caption, seed=0, measures=measures))
         scores = Scores(
@@ -128,7 +128,7 @@ def _keep_videos(
             weights=sampler.weights,
             time=fsio.now(),
             server="demo",
-            settings={k: v for k, v in preset.as_record().items() if k != "prompts"},
+            settings={k: v for k, v in preset.as_record().items() if k not in OF_PROMPTS},
             videos=scored,
             measures={"adherence": _share(one.is_right for one in videos)},
             alarms=[],

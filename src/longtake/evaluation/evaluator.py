@@ -17,6 +17,7 @@ from longtake.evaluation.extra_measures import Measure, load_extras, measure_ext
 from longtake.evaluation.held_out import HeldOut
 from longtake.run_dir import RunDirectory
 from longtake.sampling.claims import EvaluationTask, NotHereError, Progress
+from longtake.sampling.presets import OF_PROMPTS
 from longtake.sampling.sampler import Sampler, SamplerLoader
 from longtake.sampling.videos import sample_preset
 
@@ -70,7 +71,8 @@ class SampleEvaluator:
                         held_out = clips.loss(sampler, task.preset.batch_size, show)
             values = measures.mean_of([each["measures"] for each in videos]) | of_set
             alarms = self._alarms(task, recipe, values, progress)
-        settings = {k: v for k, v in task.preset.as_record().items() if k != "prompts"}
+        record = task.preset.as_record()
+        settings = {name: value for name, value in record.items() if name not in OF_PROMPTS}
         scores: evaluation_dir.Scores = {
             "preset": task.preset.name,
             "step": task.step,
@@ -117,14 +119,15 @@ class SampleEvaluator:
             with watch.of("sample"):
                 made = next(sampled, None)
             if made is None:
-                return found
+                # Sampled by groups of equal settings, and recorded in the preset's order.
+                return sorted(found, key=lambda each: evaluation_dir.prompt_number(each["file"]))
             watch.lap("first_video")
             with watch.of("measure"):
                 values = measures.measure(made.video, preset.settings.fps)
-            prompt, seed = made.request.prompt, made.request.seed
-            found.append(
-                {"file": made.path.name, "prompt": prompt, "seed": seed, "measures": values}
-            )
+            prompt, seed, own = made.request.prompt, made.request.seed, made.request.own
+            scores: evaluation_dir.VideoScores
+            scores = {"file": made.path.name, "prompt": prompt, "seed": seed, "measures": values}
+            found.append({**scores, "settings": {**own}} if own else scores)
             progress("measure", len(found), num_videos)
 
     def _measure_extra(

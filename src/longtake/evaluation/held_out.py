@@ -27,7 +27,8 @@ from longtake.models.base import Conditioning
 from longtake.models.conditioning import encode_inputs, training_conditioning
 from longtake.models.objective import FlowBatch, flow_losses
 from longtake.run_dir import RunDirectory
-from longtake.sampling.sampler import Sampler, try_within_memory
+from longtake.sampling.memory_strategy import try_within_memory
+from longtake.sampling.sampler import Sampler
 
 NUM_CLIPS = 32
 # The middles of five equal parts of [0, 1].

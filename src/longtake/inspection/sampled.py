@@ -113,9 +113,13 @@ class SampledPreset:
         """Return the names of the files in the folder of a step's result; links are left out."""
         return set(file_names(self.run.path, self.folder(step)))
 
-    def setting(self, name: str) -> float | None:
-        """Return a sampling setting of the newest result; None if it is not a positive number."""
-        value = self.newest.settings.get(name)
+    def setting(self, name: str, scene: evaluation_dir.Scene | None = None) -> float | None:
+        """Return a sampling setting of the newest result, or a scene's own.
+
+        None: it is not a positive number.
+        """
+        own = {} if scene is None else dict(scene.settings)
+        value = own.get(name, self.newest.settings.get(name))
         if isinstance(value, bool) or not isinstance(value, int | float):
             return None
         return value if 0 < value < 1e6 else None

@@ -3,7 +3,7 @@
 import math
 import posixpath
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from longtake.migration.draft import Draft, default_of, show
@@ -193,22 +193,19 @@ def set_windows(draft: Draft) -> None:
 
 
 def set_samples(draft: Draft, family: str) -> None:
-    """Group prompts that are sampled alike: each group becomes a preset."""
+    """Write a preset of the prompts with the same kinds of pictures and the same frame rate."""
     frames, side = shared()["frame_steps"].get(family, 1), shared()["side_steps"].get(family, 16)
-    groups: dict[str, dict[str, Any]] = {}
+    alike: dict[str, list[dict[str, Any]]] = {}
     for sample in draft.samples:
         values = dict(sample)
-        prompt, pictures = values.pop("prompt", None), values.pop("conditioning", {})
-        if not prompt:
+        if not values.get("prompt"):
             continue
         for key, step, rest in (("width", side, 0), ("height", side, 0), ("num_frames", frames, 1)):
             if isinstance(values.get(key), int):
                 values[key] = (values[key] - rest) // step * step + rest
-        group = groups.setdefault(repr((values, sorted(pictures))), {"prompts": [], **values})
-        group["prompts"].append(str(prompt))
-        for name, path in pictures.items():
-            if name in draft.values.get("data.conditioning", {}):
-                group.setdefault("conditioning", {}).setdefault(name, []).append(path)
+        pictures = sorted(values.get("conditioning", {}))
+        alike.setdefault(repr((values.get("fps"), pictures)), []).append(values)
+    groups = {name: preset_of(draft, samples) for name, samples in alike.items()}
     file = draft.facts.get("prompts_file")
     if not groups and file is not None:
         groups["file"] = {"prompts_file": file}
@@ -227,6 +224,21 @@ def set_samples(draft: Draft, family: str) -> None:
         *draft.values
     }:
         draft.set("sampling.at_start", True)
+
+
+def preset_of(draft: Draft, samples: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a preset with the settings of the first sample; others stand with their prompts."""
+    pictures = [each.pop("conditioning", {}) for each in samples]
+    texts = [str(each.pop("prompt")) for each in samples]
+    # What one of the prompts leaves unset, the preset must not set for it.
+    of_all = [key for key in samples[0] if all(key in each for each in samples)]
+    common, prompts = {key: samples[0][key] for key in of_all}, list[Any]()
+    for text, sample in zip(texts, samples, strict=True):
+        own = {key: value for key, value in sample.items() if common.get(key) != value}
+        prompts.append({"prompt": text, **own} if own else text)
+    known = [name for name in pictures[0] if name in draft.values.get("data.conditioning", {})]
+    files = {name: [each[name] for each in pictures] for name in known}
+    return {"prompts": prompts, **common, **({"conditioning": files} if files else {})}
 
 
 def stop_sampling(draft: Draft, name: str | None) -> None:

@@ -216,6 +216,7 @@ def _facts(
         vars(preset)
         | {"prompts": len(preset.prompts), "seeds": len(preset.seeds)}
         | {"settings": preset.settings.model_dump(exclude={"fps"})}
+        | {"own": [(each.seeds, each.settings, each.bucket) for each in preset.own.values()]}
         | {"conditioning": sorted(preset.conditioning)}
         for preset in training_presets(recipe, RunDirectory(recipe.out))
     ]

@@ -17,14 +17,14 @@ from longtake.planner.fake_tensors import CachedFakeMode, empty_like
 from longtake.planner.memory import MetaStep, static_memory
 from longtake.planner.trace import InferenceTrace, trace_inference
 from longtake.run_dir import RunDirectory
+from longtake.sampling.memory_strategy import ONE_BY_ONE, MemoryStrategy
 from longtake.sampling.other_expert import other_bytes, refuse_wrong_other
-from longtake.sampling.presets import Preset, training_presets
+from longtake.sampling.presets import RequestGroup, training_presets
 from longtake.sampling.sampler import (
-    ONE_BY_ONE,
     Guidance,
-    MemoryStrategy,
     Sampler,
     fitting_shape,
+    guidance_scale,
     refuse_unfitting,
 )
 
@@ -66,23 +66,26 @@ def sampling_phase(
     codec_weights = sum(map(module_bytes, components.codec.modules()))
     codec_bytes = codec_weights if recipe.data.cache is not None else 0
     peak, seconds, how = there, 0.0, list[str]()
-    for preset in training_presets(recipe, RunDirectory(recipe.out)):
+    budget = None if step.device.budget_bytes is None else step.device.budget_bytes - there
+    presets = training_presets(recipe, RunDirectory(recipe.out))
+    for preset, group in ((each, group) for each in presets for group in each.groups()):
         refuse_unfitting(components, recipe, preset)
-        budget = None if step.device.budget_bytes is None else step.device.budget_bytes - there
         # Rounded up, as each rank samples the same number of videos.
-        share = -(-len(preset.requests()) // (step.world_size // recipe.parallel.context))
-        strategy, denoising = _denoising(mode, step, components, preset, share, budget, streamed)
+        share = -(-len(group.requests) // (step.world_size // recipe.parallel.context))
+        most = min(share, preset.batch_size)
+        strategy, denoising = _denoising(mode, step, components, group, most, budget, streamed)
         room = None if budget is None else budget - codec_bytes + codec_weights
-        decoding = decoding_of(preset.bucket, room)
+        decoding = decoding_of(group.bucket, room)
         activations = denoising.activation_bytes, codec_bytes + decoding.activation_bytes
         peak = max(peak, there + max(activations))
-        count = _at_once(strategy, preset, share)
-        solver = preset.settings.solver
-        num_steps = preset.settings.num_inference_steps or components.defaults.num_inference_steps
-        per_call = denoising.seconds / num_evaluations(solver, len(_SIGMAS) - 1)
-        calls = math.ceil(share / count) * num_evaluations(solver, num_steps)
+        count = strategy.at_once or most
+        settings = group.settings
+        num_steps = settings.num_inference_steps or components.defaults.num_inference_steps
+        per_call = denoising.seconds / num_evaluations(settings.solver, len(_SIGMAS) - 1)
+        calls = math.ceil(share / count) * num_evaluations(settings.solver, num_steps)
         seconds += calls * per_call + share * decoding.seconds
-        how.append(f"{preset.name}: {plural(len(preset.requests()), 'video')}, {strategy}")
+        size = f" of {group.bucket}" if preset.own else ""
+        how.append(f"{preset.name}: {plural(len(group.requests), 'video')}{size}, {strategy}")
     if not how:
         return None
     if components.experts is not None:
@@ -92,56 +95,53 @@ def sampling_phase(
     return InferenceTrace(there, peak, seconds, "; ".join(how))
 
 
-def _at_once(strategy: MemoryStrategy, preset: Preset, share: int) -> int:
-    return min(share, preset.batch_size, strategy.at_once or share)
-
-
 def _denoising(
     mode: CachedFakeMode,
     step: MetaStep,
     components: Components,
-    preset: Preset,
-    share: int,
+    group: RequestGroup,
+    most: int,
     budget: int | None,
     streamed: Mapping[nn.Module, int],
 ) -> tuple[MemoryStrategy, InferenceTrace]:
-    """Return the first way to save memory in sampling that fits, with a trace of two steps."""
+    """Return the first way to save memory in sampling that fits, with a trace of two steps.
+
+    At most `most` videos are sampled at the same time.
+    """
     strategy = ONE_BY_ONE if step.world_size > 1 else MemoryStrategy()
     while True:
-        count = _at_once(strategy, preset, share)
+        count = strategy.at_once or most
 
         def run(count: int = count, two_passes: bool = strategy.two_passes) -> None:
-            _denoise(step, components, preset, count, two_passes=two_passes)
+            _denoise(step, components, group, count, two_passes=two_passes)
 
         trace = trace_inference(mode, [components.model], run, step.device, streamed)
         if budget is None or trace.activation_bytes <= budget:
             return strategy, trace
         try:
-            is_guided = _scale(components, preset) > 1
-            strategy = strategy.next_cheaper(count, preset.bucket, may_split=is_guided)
+            is_guided = _scale(components, group) > 1
+            strategy = strategy.next_cheaper(count, group.bucket, may_split=is_guided)
         except PlanError:
             return strategy, trace
 
 
-def _scale(components: Components, preset: Preset) -> float:
-    """Return a preset's classifier-free guidance scale; 1 for a model that has distilled it."""
-    if components.family.distils_guidance(components.model):
-        return 1.0
-    scale = preset.settings.guidance_scale
-    return components.defaults.guidance_scale if scale is None else scale
+def _scale(components: Components, group: RequestGroup) -> float:
+    """Return the videos' classifier-free guidance scale; 1 for a model that has distilled it."""
+    is_distilled = components.family.distils_guidance(components.model)
+    return 1.0 if is_distilled else guidance_scale(components, group.settings)
 
 
 def _denoise(
-    step: MetaStep, components: Components, preset: Preset, count: int, *, two_passes: bool
+    step: MetaStep, components: Components, group: RequestGroup, count: int, *, two_passes: bool
 ) -> None:
     """Run two steps of the sampling solver on fake tensors, as `Sampler.sample` does."""
     sampler = Sampler(components, step.recipe, 0, torch.device("cpu"), step.precision)
-    shape = fitting_shape(components, step.recipe, preset.bucket)
+    shape = fitting_shape(components, step.recipe, group.bucket)
 
     def conditioning() -> dict[str, torch.Tensor]:
-        return empty_like(outline_conditioning(components, step.recipe, preset.bucket, count))
+        return empty_like(outline_conditioning(components, step.recipe, group.bucket, count))
 
-    scale, solver = _scale(components, preset), preset.settings.solver
+    scale, solver = _scale(components, group), group.settings.solver
     unconditional = conditioning() if scale > 1 else None
     guide = Guidance(sampler.predict, conditioning(), unconditional, scale)
     velocity = guide.velocity(slice(0, count), two_passes=two_passes)

@@ -141,10 +141,13 @@ def kept_picture(preset_json: Path, number: int, name: str) -> Path:
     return preset_json.parent / "pictures" / f"{number:02d}_{name}.png"
 
 
-def keep_pictures(preset_json: Path, files: InputFiles, bucket: config.Bucket) -> None:
-    """Write small copies of a preset's pictures that are missing; unreadable ones get none."""
+def keep_pictures(preset_json: Path, files: InputFiles, buckets: Sequence[config.Bucket]) -> None:
+    """Write small copies of a preset's pictures that are missing; unreadable ones get none.
+
+    Each has the size of its prompt's bucket.
+    """
     for name, of_prompts in files.items():
-        for number, file in enumerate(of_prompts):
+        for number, (file, bucket) in enumerate(zip(of_prompts, buckets, strict=True)):
             path = kept_picture(preset_json, number, name)
             if is_shown(file.path) and not path.exists():
                 path.parent.mkdir(parents=True, exist_ok=True)

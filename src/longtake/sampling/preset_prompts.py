@@ -16,6 +16,7 @@ from longtake.data.clip import Clip
 from longtake.data.conditioning import given_to
 from longtake.errors import DataError, RecipeError
 from longtake.evaluation_dir import EvaluationDirectory
+from longtake.formatting import did_you_mean, shorten
 from longtake.run_dir import RunDirectory
 from longtake.sampling.preset_files import cannot_be_kept, find_file
 
@@ -33,7 +34,7 @@ match."""
 
 def find_prompts(
     section: config.PresetSection, bucket: config.Bucket, folder: Path | None
-) -> tuple[str, ...]:
+) -> tuple[config.PromptSection, ...]:
     """Return a preset's prompts; if it sets none, the shipped ones for videos or for images.
 
     Raises:
@@ -45,12 +46,16 @@ def find_prompts(
         return read_prompts(
             _SHIPPED_PROMPTS / ("images.txt" if bucket.num_frames == 1 else "videos.txt")
         )
-    empty = [str(number) for number, each in enumerate(section.prompts) if not each.strip()]
+    prompts = tuple(
+        config.PromptSection(prompt=each) if isinstance(each, str) else each
+        for each in section.prompts
+    )
+    empty = [str(number) for number, each in enumerate(prompts) if not each.prompt.strip()]
     if empty:
         raise RecipeError(f"prompts[{', '.join(empty)}] are empty, counted from 0. Remove them.")
-    for number, each in enumerate(section.prompts):
-        refuse_flags(each, f"prompts[{number}]")
-    return section.prompts
+    for number, each in enumerate(prompts):
+        refuse_flags(each.prompt, f"prompts[{number}]")
+    return prompts
 
 
 def with_trigger(prompts: Sequence[str], recipe: config.Recipe) -> tuple[str, ...]:
@@ -78,18 +83,22 @@ def refuse_flags(prompt: str, where: str) -> None:
     if flags := _FLAG.findall(prompt):
         raise RecipeError(
             f"{where}: {prompt!r:.200} has {', '.join(flags)}. Settings in a prompt, as other "
-            "trainers have them, are not read. Write a preset for prompts of the same settings: "
-            "width (--w), height (--h), num_frames (--f), seeds (--d), num_inference_steps (--s), "
-            "guidance_scale (--g, --l), shift (--fs), negative_prompt (--n), and the prompt "
-            "without them."
+            "trainers have them, are not read. Write a preset for prompts of the same settings, or "
+            "a table for each prompt (in a file: a line of a .jsonl file), such as "
+            '{"prompt": "a cat", "width": 64, "seeds": [3]}: width (--w), height (--h), num_frames '
+            "(--f), seeds (--d), num_inference_steps (--s), guidance_scale (--g, --l), shift "
+            "(--fs), negative_prompt (--n), and the prompt without them."
         )
 
 
-def read_prompts(path: Path) -> tuple[str, ...]:
+def read_prompts(path: Path) -> tuple[config.PromptSection, ...]:
     """Return the stripped lines of a prompts file, without comments (lines that begin with #).
 
+    A line of a .jsonl file is a prompt in quotes, or a table of a prompt and its settings.
+
     Raises:
-        RecipeError: the file cannot be read, or has an empty line, or settings in a prompt.
+        RecipeError: the file cannot be read, or has an empty line, settings in a prompt, or a
+            table with unknown keys or values.
     """
     try:
         content = path.read_bytes()
@@ -125,9 +134,36 @@ def read_prompts(path: Path) -> tuple[str, ...]:
             f"The prompts file {path} cannot be used: {which} empty. Write one prompt a line, "
             "without empty lines between them."
         )
+    found = []
     for number, prompt in prompts.items():
-        refuse_flags(prompt, f"The prompts file {path}, line {number}")
-    return tuple(prompts.values())
+        where = f"The prompts file {path}, line {number}"
+        table = _from_json(prompt, where) if path.suffix == ".jsonl" else {"prompt": prompt}
+        found.append(config.parse_section(config.PromptSection, table, where))
+        refuse_flags(found[-1].prompt, where)
+    return tuple(found)
+
+
+def _from_json(line: str, where: str) -> dict[str, Any]:
+    """Read a prompt of a .jsonl file, whose keys are known and whose text is not empty.
+
+    Raises:
+        RecipeError: the line is no such prompt.
+    """
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        value = None
+    prompt = {"prompt": value} if isinstance(value, str) else value
+    if not isinstance(prompt, dict) or not str(prompt.get("prompt") or "").strip():
+        raise RecipeError(
+            f"{where} is {shorten(line)}, and no prompt in JSON. Write a prompt in quotes, or a "
+            'table such as {"prompt": "a cat", "width": 64, "seeds": [3]}.'
+        )
+    keys = config.PromptSection.model_fields
+    if other := [key for key in prompt if key not in keys]:
+        near = did_you_mean(other[0], keys)
+        raise RecipeError(f"{where}: {shorten(other[0])} is not a key of a prompt; {near}")
+    return prompt
 
 
 def caption_prompts(recipe: config.Recipe, run: Path | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from longtake import config, fsio
 from longtake.errors import LongtakeError, RecipeError, RecordError
-from longtake.evaluation_dir import EvaluationDirectory
+from longtake.evaluation_dir import EvaluationDirectory, prompt_number
 from longtake.formatting import did_you_mean
 from longtake.run_dir import RunDirectory
 from longtake.sampling import preset_files
@@ -23,6 +23,9 @@ from longtake.sampling.preset_prompts import DEFAULT, caption_prompts, find_prom
 _SHIPPED = Path(__file__).with_name("presets.toml")
 _BATCH_SIZE = 4
 _MIN_FPS, _MAX_FPS = 0.1, 1000
+
+OF_PROMPTS = ("prompts", "prompt_settings")
+"""Keys of preset.json that each video of a result states for itself."""
 
 Table = Mapping[str, Any]
 """The TOML table of a preset: keys and values of `PresetSection`."""
@@ -36,6 +39,29 @@ class Request:
     seed: int
     conditioning: Mapping[str, Path] = field(default_factory=dict)
     """Files of the video's reference inputs by name in `data.conditioning`."""
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the video that differ from its preset's, by the keys of a preset."""
+    file: str = ""
+    """Name of the video's file in a result of its preset."""
+
+
+@dataclass(frozen=True)
+class RequestGroup:
+    """Videos of equal size and settings, which are sampled in batches."""
+
+    settings: config.SamplingSection
+    bucket: config.Bucket
+    requests: tuple[Request, ...]
+
+
+@dataclass(frozen=True)
+class PromptSettings:
+    """Settings with which one prompt of a preset is sampled."""
+
+    seeds: tuple[int, ...]
+    settings: config.SamplingSection
+    bucket: config.Bucket
+    own: Mapping[str, Any] = field(default_factory=dict)  # those that differ from the preset's
 
 
 @dataclass(frozen=True)
@@ -64,18 +90,29 @@ class Preset:
     conditioning: preset_files.InputFiles = field(
         default_factory=dict, hash=False
     )  # per prompt, by name
+    own: Mapping[int, PromptSettings] = field(default_factory=dict, hash=False)
+    """Settings of those prompts that have any of their own, by the prompt's number."""
+
+    def settings_of(self, number: int) -> PromptSettings:
+        """Return the settings of a prompt, counted from 0."""
+        return self.own.get(number) or PromptSettings(self.seeds, self.settings, self.bucket)
+
+    def groups(self) -> list[RequestGroup]:
+        """Return the videos of the preset, grouped by their settings; one without `own`."""
+        found: dict[tuple[config.SamplingSection, config.Bucket], list[Request]] = {}
+        for number, prompt in enumerate(self.prompts):
+            of = self.settings_of(number)
+            inputs = {name: each[number].path for name, each in self.conditioning.items()}
+            for seed in of.seeds:
+                file = f"{number:02d}_s{seed}{suffix_of(of.bucket)}"
+                request = Request(prompt, seed, inputs, of.own, file)
+                found.setdefault((of.settings, of.bucket), []).append(request)
+        return [RequestGroup(*alike, tuple(requests)) for alike, requests in found.items()]
 
     def requests(self) -> list[Request]:
         """Return a request for each video of the preset: prompt by prompt, one for each seed."""
-        return [
-            Request(prompt, seed, {name: of[number].path for name, of in self.conditioning.items()})
-            for number, prompt in enumerate(self.prompts)
-            for seed in self.seeds
-        ]
-
-    def file_name(self, index: int) -> str:
-        number, seed = divmod(index, len(self.seeds))
-        return f"{number:02d}_s{self.seeds[seed]}{suffix_of(self.bucket)}"
+        requests = [each for group in self.groups() for each in group.requests]
+        return sorted(requests, key=lambda each: prompt_number(each.file))
 
     def as_record(self) -> dict[str, Any]:
         """Return the content of preset.json: all settings of the preset that decide its videos."""
@@ -83,17 +120,15 @@ class Preset:
             name: [each.content for each in of_prompts]
             for name, of_prompts in self.conditioning.items()
         }
-        # Unset keys are left out, so that records from before they existed stay equal.
-        later = ("negative_prompt", "guidance_scale_2", "other_expert")
-        unset = [name for name in later if not getattr(self.settings, name)]
+        own = {str(number): {**of.own, "seeds": list(of.seeds)} for number, of in self.own.items()}
         return {
             "name": self.name,
-            **self.bucket.model_dump(exclude={"batch_size"}),
-            **self.settings.model_dump(mode="json", exclude={"every", "presets", *unset}),
+            **_as_record(self.settings, self.bucket),
             "weights": self.weights,
             "seeds": list(self.seeds),
             "prompts": list(self.prompts),
             **({"conditioning": contents} if contents else {}),
+            **({"prompt_settings": own} if own else {}),
         }
 
     def refuse_changed_files(self) -> None:
@@ -180,7 +215,8 @@ def find_preset(
             # By default a run samples captions of its own clips.
             section = section.model_copy(update=caption_prompts(recipe, beside))
         preset = _build(recipe, name, section, tables.folders[name])
-        refuse_unwritable(preset.bucket, preset.settings.fps)
+        for each in preset.groups():
+            refuse_unwritable(each.bucket, each.settings.fps)
     except LongtakeError as error:
         raise RecipeError(f"Preset {name}: {error}") from None
     return preset
@@ -214,7 +250,8 @@ def keep_preset(directory: EvaluationDirectory, preset: Preset) -> None:
             "folder away."
         )
     try:
-        preset_files.keep_pictures(path, preset.conditioning, preset.bucket)
+        buckets = [preset.settings_of(number).bucket for number in range(len(preset.prompts))]
+        preset_files.keep_pictures(path, preset.conditioning, buckets)
     except OSError as error:
         raise preset_files.cannot_be_kept(path.with_name("pictures"), error) from error
 
@@ -225,12 +262,13 @@ def _build(
     section: config.PresetSection,
     folders: Mapping[str, Path | None],
 ) -> Preset:
-    own = section.model_dump(
-        include={*config.SamplingSection.model_fields, "num_frames", "height", "width"}
-    )
-    settings, bucket = settings_for(recipe, **own)
-    prompts = find_prompts(section, bucket, folders.get("prompts_file"))
-    prompts = with_trigger(prompts, recipe)
+    changes = _changes(section)
+    settings, bucket = settings_for(recipe, **changes)
+    # A seed that is named twice would write the same file twice.
+    seeds = tuple(dict.fromkeys(section.seeds or (0,)))
+    found = find_prompts(section, bucket, folders.get("prompts_file"))
+    prompts = with_trigger([each.prompt for each in found], recipe)
+    of_preset = PromptSettings(seeds, settings, bucket)
     inputs, folder = recipe.model_inputs(), folders.get("conditioning")
     files = section.conditioning or {}
     preset_files.refuse_other_inputs(files, inputs, of_preset=True)
@@ -238,8 +276,7 @@ def _build(
     return Preset(
         name=name,
         prompts=prompts,
-        # A seed that is named twice would write the same file twice.
-        seeds=tuple(dict.fromkeys(section.seeds or (0,))),
+        seeds=seeds,
         settings=settings,
         bucket=bucket,
         weights=weights_to_sample(recipe, profile=section.ema),
@@ -256,7 +293,51 @@ def _build(
             )
             for name in inputs
         },
+        own={
+            number: _own_settings(recipe, changes, of_preset, number, prompt)
+            for number, prompt in enumerate(found)
+            if prompt.model_fields_set != {"prompt"}
+        },
     )
+
+
+def _own_settings(
+    recipe: config.Recipe,
+    changes: Mapping[str, Any],
+    of_preset: PromptSettings,
+    number: int,
+    prompt: config.PromptSection,
+) -> PromptSettings:
+    """Return the settings of a prompt that has any of its own; `changes` are its preset's."""
+    try:
+        settings, bucket = settings_for(recipe, **{**changes, **_changes(prompt)})
+    except RecipeError as error:
+        raise RecipeError(f"Prompt {number}, counted from 0: {error}") from None
+    before, after = _as_record(of_preset.settings, of_preset.bucket), _as_record(settings, bucket)
+    # Of these only a negative prompt can be unset again.
+    own = {
+        name: after.get(name, "") for name in before | after if before.get(name) != after.get(name)
+    }
+    seeds = tuple(dict.fromkeys(prompt.seeds or of_preset.seeds))
+    return PromptSettings(seeds, settings, bucket, own)
+
+
+def _changes(section: config.PresetSection | config.PromptSection) -> dict[str, Any]:
+    """Return what a preset or prompt changes of the recipe's settings, for `settings_for`."""
+    keys = {*config.SamplingSection.model_fields, "num_frames", "height", "width"}
+    return section.model_dump(include=keys, exclude_none=True)
+
+
+def _as_record(settings: config.SamplingSection, bucket: config.Bucket) -> dict[str, Any]:
+    """Return all settings that decide a video, as preset.json has them."""
+    # Unset keys are left out, so that records from before they existed stay equal.
+    later = ("negative_prompt", "guidance_scale_2", "other_expert")
+    unset = [name for name in later if not getattr(settings, name)]
+    when = {"every", "every_epochs", "at_start", "presets"}  # which decide no video
+    return {
+        **bucket.model_dump(exclude={"batch_size"}),
+        **settings.model_dump(mode="json", exclude={*when, *unset}),
+    }
 
 
 def read_tables(

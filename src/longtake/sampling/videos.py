@@ -13,9 +13,17 @@ from rich.console import Console
 from longtake import drawing, errors, fsio, progress
 from longtake.config import Bucket, Recipe, SamplingSection
 from longtake.data.encode import write_image, write_video
+from longtake.evaluation_dir import note_of_video
 from longtake.sampling.preset_files import pictures_in, refuse_other_inputs
 from longtake.sampling.preset_prompts import refuse_flags, with_trigger
-from longtake.sampling.presets import Preset, Request, refuse_unwritable, settings_for, suffix_of
+from longtake.sampling.presets import (
+    Preset,
+    Request,
+    RequestGroup,
+    refuse_unwritable,
+    settings_for,
+    suffix_of,
+)
 
 if TYPE_CHECKING:
     from longtake.sampling.sampler import Sampler
@@ -53,46 +61,53 @@ def sample_preset(
     """
     # When sampling starts, not when the preset is read: a server may wait for hours in between.
     preset.refuse_changed_files()
-    rows = []
-    requests, size = preset.requests(), preset.batch_size
-    videos = _sample(
-        sampler, requests, preset.settings, preset.bucket, size, on_step, preset.decoding
-    )
-    for index, (request, video) in enumerate(zip(requests, videos, strict=True)):
-        path = folder / preset.file_name(index)
+    requests, rows = preset.requests(), dict[str, SheetRow]()
+    has_seeds = len(requests) > len(preset.prompts)
+    videos = _sample(sampler, preset.groups(), preset.batch_size, on_step, preset.decoding)
+    for group, request, video in videos:
+        path = folder / request.file
         try:
             _write(path, video, preset.settings.fps)
         except errors.DataError as error:  # a full disk, not a defect of the data
             raise errors.RunError(f"{error} Make room, or choose another place.") from error
-        note = f"seed {request.seed}" if len(preset.seeds) > 1 else ""
-        inputs = pictures_in(request.conditioning.values(), preset.bucket)
+        is_noted = has_seeds or request.own
+        note = note_of_video(request.seed, request.own) if is_noted else ""
+        inputs = pictures_in(request.conditioning.values(), group.bucket)
         # A copy, so that the whole video can be freed.
         shown = shown_frames(video).copy()
-        rows.append(SheetRow(request.prompt, shown, note=note, inputs=inputs))
+        rows[request.file] = SheetRow(request.prompt, shown, note=note, inputs=inputs)
         yield SampledVideo(request, path, video)
     title = f"{preset.name}, step {sampler.step}, {sampler.weights}"
-    contact_sheet(rows, folder / "sheet.png", title=title)
+    contact_sheet([rows[each.file] for each in requests], folder / "sheet.png", title=title)
 
 
 def _sample(
     sampler: "Sampler",
-    requests: Sequence[Request],
-    settings: SamplingSection,
-    bucket: Bucket,
+    groups: Sequence[RequestGroup],
     batch_size: int,
     on_step: Callable[[int, int], None] | None,
     decoding: str = "auto",
-) -> Iterator[NDArray[np.uint8]]:
-    """Sample one video [F, H, W, 3] per request; `on_step` gets (done, total) steps."""
-    steps, starts = sampler.num_steps(settings), range(0, len(requests), batch_size)
-    for number, start in enumerate(starts):
-        # `done` is a default value because the closure would see a later `number`.
-        def on_batch_step(step: int, done: int = number * steps) -> None:
-            if on_step is not None:
-                on_step(done + step, len(starts) * steps)
+) -> Iterator[tuple[RequestGroup, Request, NDArray[np.uint8]]]:
+    """Sample one video [F, H, W, 3] per request, in batches of requests of one group.
 
-        batch = requests[start : start + batch_size]
-        yield from sampler.sample(batch, settings, bucket, on_batch_step, decoding=decoding)
+    `on_step` gets (done, total) steps.
+    """
+    batches = [
+        (group, group.requests[start : start + batch_size])
+        for group in groups
+        for start in range(0, len(group.requests), batch_size)
+    ]
+    steps = [sampler.num_steps(group.settings) for group, _ in batches]
+    for number, (group, batch) in enumerate(batches):
+        # `done` is a default value because the closure would see a later `number`.
+        def on_batch_step(step: int, done: int = sum(steps[:number])) -> None:
+            if on_step is not None:
+                on_step(done + step, sum(steps))
+
+        videos = sampler.sample(
+            batch, group.settings, group.bucket, on_batch_step, decoding=decoding
+        )
+        yield from ((group, *each) for each in zip(batch, videos, strict=True))
 
 
 def _write(path: Path, video: NDArray[np.uint8], fps: float) -> None:
@@ -111,8 +126,9 @@ def sample_in_batches(
     console: Console,
 ) -> list[NDArray[np.uint8]]:
     """Sample one video [F, H, W, 3] per request, with a progress bar over the solver's steps."""
+    group = RequestGroup(settings, bucket, tuple(requests))
     with progress.counted(console, "sample") as advance:
-        return list(_sample(sampler, requests, settings, bucket, batch_size, advance))
+        return [video for _, _, video in _sample(sampler, [group], batch_size, advance)]
 
 
 def check_samples(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from longtake import errors, fsio
-from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores
+from longtake.evaluation_dir import SCORES, EvaluationDirectory, Scores, note_of_video
 from longtake.run_dir import RunDirectory
 from longtake.tracking.tracker import MediaFile, TrackedRecord
 
@@ -225,7 +225,10 @@ def _evaluation_record(scores: Scores, folder: Path) -> TrackedRecord:
 
 
 def _files(scores: Scores) -> dict[str, str]:
-    videos = {each["file"]: f"{each['prompt']} (seed {each['seed']})" for each in scores["videos"]}
+    videos = {
+        each["file"]: f"{each['prompt']} ({note_of_video(each['seed'], each.get('settings', {}))})"
+        for each in scores["videos"]
+    }
     return {**videos, "sheet.png": ""}
 
 

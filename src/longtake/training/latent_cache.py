@@ -59,7 +59,7 @@ from longtake.parallel.mesh import World, join, pick_device, place_in_world
 from longtake.planner.encoding import TileChoice, describe_tile
 from longtake.planner.plan import tile_to_fill
 from longtake.run_dir import RunDirectory
-from longtake.sampling.sampler import try_within_memory
+from longtake.sampling.memory_strategy import try_within_memory
 
 _PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
 _TILES = "encoders/tile-{}.json"  # in a cache, by the codec's fingerprint

@@ -27,15 +27,10 @@ from longtake.models.text import TextEncoder
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
 from longtake.run_dir import RunDirectory
 from longtake.sampling import claims
+from longtake.sampling.memory_strategy import ONE_BY_ONE, MemoryFallback, MemoryStrategy
 from longtake.sampling.other_expert import load_other, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, training_presets
-from longtake.sampling.sampler import (
-    ONE_BY_ONE,
-    MemoryFallback,
-    MemoryStrategy,
-    Sampler,
-    refuse_unfitting,
-)
+from longtake.sampling.sampler import Sampler, refuse_unfitting
 from longtake.training.record import Recorder
 from longtake.training.session import Session, TrainingState
 
@@ -159,9 +154,9 @@ class TrainingSampler:
                     # The encoder leaves the device again before the model needs the memory.
                     opened.callback(self._parts.bring, None, world.device)
                     sampler = self._sampler(0, "model")
-                    for each in self._presets:
+                    for each in (group for preset in self._presets for group in preset.groups()):
                         negative = each.settings.negative_prompt
-                        sampler.encode_prompts(each.requests(), each.bucket, negative)
+                        sampler.encode_prompts(each.requests, each.bucket, negative)
         except Exception as error:
             _reraise_lost_peer(error)
             self.failure = f"Prompts could not be encoded when it began: {_describe(error)}"

@@ -247,7 +247,7 @@ class Samples {
   }
 
   makeFigure(scene) {
-    const { prompt, seed } = this.data.scenes[scene];
+    const { prompt, note } = this.data.scenes[scene];
     const figure = { scene, isSeen: false, stage: null, pair: null };
     if (this.view === "compare") {
       figure.pair = new Pair(this.player, (percent) => {
@@ -261,7 +261,7 @@ class Samples {
     figure.element = make(
       "figure", { class: "samples-figure", "data-scene": scene },
       (figure.pair || figure.stage).element,
-      make("figcaption", {}, make("span", { class: "samples-prompt", title: prompt }, prompt), make("span", { class: "note" }, `seed ${seed} `), one),
+      make("figcaption", {}, make("span", { class: "samples-prompt", title: prompt }, prompt), make("span", { class: "note" }, `${note} `), one),
     );
     return figure;
   }
@@ -395,7 +395,7 @@ class Samples {
     const scene = Number(select.value) || 0;
     const at = steps[this.place];
     const file = sets[at.set][scene] || "sample.mp4";
-    const parts = [command.before, `--step ${at.step}`, command.prompts[scene], command.options, `--out ${shellWord(`step_${at.step}_${file}`)}`];
+    const parts = [command.before, `--step ${at.step}`, command.prompts[scene], `--out ${shellWord(`step_${at.step}_${file}`)}`];
     const text = parts.filter(Boolean).join(" ");
     this.control("command").textContent = text;
     this.control("copy").dataset.copy = text;
