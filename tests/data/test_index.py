@@ -24,6 +24,7 @@ from tests.data.build import section
 
 from longtake.data.buckets import all_windows
 from longtake.data.catalog import TRUSTED, Catalog
+from longtake.data.clip import captions_of
 from longtake.data.encode import encode_frames, write_video
 from longtake.data.index import IndexReport, index
 from longtake.data.tasks import ALL_CORES, HERE, Work
@@ -142,6 +143,26 @@ def test_captions_beside_the_clips(
     texts = expected.split(",")
     assert _captions(catalog) == dict(zip(("a.mp4", "b.mp4", "c.MP4"), texts, strict=True))
     assert report.without_caption == texts.count("")
+
+
+def test_several_captions_of_a_clip_are_lines_or_fields(videos: Path, tmp_path: Path) -> None:
+    """Of clip.json beside clip.mp4, and of JSON lines; a field may have a list."""
+    (videos / "a.txt").write_text("short\n\n a long one\n")
+    (videos / "b.json").write_text(json.dumps({"tags": ["x, y", "z"], "long": "b", "other": 1}))
+    out, fields = tmp_path / "catalog.parquet", ["long", "tags"]
+    report, catalog = _index(videos, out=out, by_line=True, fields=fields)
+    found = {name: captions_of(text) for name, text in _captions(catalog).items()}
+    assert found == {"a.mp4": ["short", "a long one"], "b.mp4": ["b", "x, y", "z"], "c.MP4": [""]}
+    assert (report.with_several, report.without_caption) == (2, 1)
+    lines = [{"video": "a.mp4", "long": "l"}, {"video": "b.mp4", "tags": "t", "long": ["m"]}]
+    table = tmp_path / "mine.jsonl"
+    table.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    report, catalog = _index(videos, out=out, captions=table, fields=fields)
+    found = {name: captions_of(text) for name, text in _captions(catalog).items()}
+    assert found == {"a.mp4": ["l"], "b.mp4": ["m", "t"], "c.MP4": [""]}
+    (videos / "b.json").write_text(json.dumps({"long": 1}))
+    report, _ = _index(videos, out=out, fields=fields)
+    assert "b.json has no caption in long, tags" in report.rejected[0].reason
 
 
 def test_captions_match_by_path_or_by_a_name_that_is_there_once(

@@ -1,6 +1,7 @@
 """A list or table becomes named media, or an error that says what is wrong with it."""
 
 import io
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from PIL import Image
 from tests.data.build import named_items, write_table, write_tar
 
 from longtake.data.caption_files import read_captions
+from longtake.data.clip import captions_of
 from longtake.data.sources import find
 from longtake.errors import DataError
 
@@ -157,9 +159,17 @@ def test_keys_of_captions_that_are_not_read_are_named(folder: Path) -> None:
         read_captions(path, [folder], list)
 
 
-def test_a_list_of_captions_is_told_from_media(folder: Path) -> None:
-    (folder / "t.jsonl").write_text('{"path": "a.mp4", "caption": ["one", "two"]}')
-    with pytest.raises(DataError, match=r"column 'caption' holds list; .* a clip has one caption"):
+def test_a_list_of_texts_is_several_captions_of_a_clip(folder: Path) -> None:
+    row = {"path": "a.mp4", "caption": ["one", " two "]}
+    (folder / "t.jsonl").write_text(json.dumps(row))
+    (folder / "t.json").write_text(json.dumps([row]))
+    pq.write_table(pa.table({name: [value] for name, value in row.items()}), folder / "t.parquet")
+    for name in ("t.jsonl", "t.json", "t.parquet"):
+        (item,) = find([folder / name]).items
+        assert item.caption is not None
+        assert captions_of(item.caption) == ["one", "two"]
+    (folder / "t.jsonl").write_text('{"path": "a.mp4", "caption": ["one", 2]}')
+    with pytest.raises(DataError, match=r"column 'caption' holds list; .* a text, or a list of"):
         find([folder / "t.jsonl"])
 
 

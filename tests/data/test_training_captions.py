@@ -8,6 +8,7 @@ import pytest
 from tests.data.build import clip, section, shape
 from tests.data.catalogs import make_catalog
 
+from longtake.data.clip import join_captions
 from longtake.data.loader import Loader
 from longtake.data.training_captions import all_captions, caption_variants, sample_caption
 
@@ -57,6 +58,22 @@ def test_prefixes_are_equally_likely_and_all_variants_are_known() -> None:
     assert min(found.values()) > 150
     data = section(trigger="sks", captions={"catalog": {"prefixes": prefixes}})
     assert set(caption_variants(["a dog"], "catalog", data)) == set(found)
+
+
+def test_of_several_captions_each_is_as_likely_and_all_variants_are_known() -> None:
+    """Whatever the prefix is; one that is there twice counts once, and an empty one not at all."""
+    caption = join_captions([" a dog", "it runs\n", "", "a dog", "outside"])
+    how = {"prefixes": ["see:", ""]}
+    found = Counter(_text(caption, how, seed, "sks") for seed in range(1200))
+    assert len(found) == 6
+    assert min(found.values()) > 150
+    data = section(trigger="sks", captions={"catalog": how})
+    assert set(caption_variants([caption], "catalog", data)) == set(found)
+    plain = section()
+    assert list(caption_variants([caption, ""], "catalog", plain)) == [
+        *("a dog", "it runs", "outside"),
+        "",
+    ]
 
 
 def test_another_catalog_keeps_its_captions() -> None:

@@ -11,12 +11,12 @@ import typer
 
 from longtake import errors, fsio, progress
 from longtake.cli import say
+from longtake.cli.index_report import say_failed, say_indexed
 from longtake.formatting import plural, printable
 
 if TYPE_CHECKING:
     from longtake.config import Bucket, Recipe
-    from longtake.data.catalog import Catalog, Rejection
-    from longtake.data.index import IndexReport
+    from longtake.data.catalog import Catalog
     from longtake.inspection.curriculum_facts import BucketCosts, ReviewCaptions
 
 _MOST_SHOWN = 5
@@ -71,6 +71,21 @@ def index(
             help="The caption of clips that have none; {stem} in it is the file's name.",
         ),
     ] = "",
+    caption_field: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD",
+            help="A field with captions in clip.json beside clip.mp4 and in the lines of "
+            "--captions; of several, and of a list, each sample takes one.",
+        ),
+    ] = None,
+    caption_lines: Annotated[
+        bool,
+        typer.Option(
+            "--caption-lines",
+            help="Each line of a caption is one of its own; each sample takes one.",
+        ),
+    ] = False,
     conditioning: Annotated[
         list[str] | None,
         typer.Option(
@@ -148,6 +163,8 @@ def index(
                     label=label,
                     trusts_metadata=trust_metadata,
                     keeps_other_captions=duplicates == "keep",
+                    by_line=caption_lines,
+                    fields=caption_field or (),
                 )
     if as_json:
         found = [asdict(report) | {"catalog": str(path)} for path, report in reports.items()]
@@ -156,59 +173,11 @@ def index(
         say.result(found if folders else found[0])
         return
     for path, report in reports.items():
-        _say_indexed(report, path)
+        say_indexed(report, path)
     if folders:
         named = ", ".join(f'{name} = "{path}"' for name, path in catalogs.items())
         times = ", ".join(f"{each.name} = {each.repeats}" for each in folders)
         say.line(f"In a recipe:\n[data]\ncatalogs = {{ {named} }}\nrepeats = {{ {times} }}")
-
-
-_CAPTIONS_SHOWN, _CAPTION_CHARS = 20, 120  # captions of duplicates, and characters of each
-
-
-def _say_indexed(report: "IndexReport", out: Path) -> None:
-    from longtake.data.sources import describe_ignored
-
-    _say_failed("rejected", report.rejected)
-    if report.num_rejected > len(report.rejected):
-        more = report.num_rejected - len(report.rejected)
-        say.line(f"  and {more} more rejected: the catalog has each with its reason")
-    for name in report.unmatched_captions:
-        say.line(f"  no such clip, though a caption names it: {printable(name)}")
-    for sentence in describe_ignored(report.passed_over, report.unreadable):
-        say.line(f"  {printable(sentence)}")
-    for path, caption in report.other_captions[:_CAPTIONS_SHOWN]:
-        text = caption if len(caption) <= _CAPTION_CHARS else f"{caption[:_CAPTION_CHARS]} ..."
-        say.line(
-            f"  left out with another caption than the equal clip that stays: {printable(path)}: "
-            f"{printable(text)}"
-        )
-    if (more := len(report.other_captions) - _CAPTIONS_SHOWN) > 0:
-        say.line(f"  and {more} more duplicates with another caption (--json names them)")
-    if report.other_captions:
-        say.line("  To train each of them with its own caption, index with --duplicates keep.")
-    for sentence in report.unread_captions:
-        say.line(f"  {printable(sentence)}")
-    if report.scores_dropped:
-        say.line(f"  {plural(report.scores_dropped, 'clip')} lost scores, as captions changed")
-    say.line(
-        f"{plural(report.accepted, 'clip')} in {out}: {report.accepted - report.without_caption} "
-        f"with a caption, {report.without_caption} without; "
-        f"{plural(report.num_rejected, 'file')} rejected, "
-        f"{plural(report.duplicates, 'duplicate')} left out, {report.unchanged} not read again."
-    )
-    if report.trusted:
-        say.line(
-            f"{plural(report.trusted, 'clip')} by the metadata of the container alone (attribute "
-            "trusted_metadata): training leaves out those that turn out to be otherwise."
-        )
-    if report.without_caption:
-        say.line(
-            f"{plural(report.without_caption, 'clip')} without a caption: training leaves such "
-            "clips out, unless data.keep_uncaptioned is set. Give captions with --captions, "
-            "--uncaptioned or clip.txt beside clip.mp4, and index again; or let a local model "
-            "write them: longtake data caption."
-        )
 
 
 @data_app.command()
@@ -256,7 +225,7 @@ def cuts(
     if as_json:
         say.result(asdict(report) | {"table": str(report.table)})
         return
-    _say_failed("rejected", report.rejected)
+    say_failed("rejected", report.rejected)
     say.line(
         f"{plural(report.scenes, 'scene')} in {report.table}, of {plural(report.cuts, 'cut')} in "
         f"{plural(report.files, 'file')}; {report.too_short} shorter than {min_seconds:g} s left "
@@ -297,7 +266,7 @@ def prepare(
     if as_json:
         say.result(asdict(report) | {"catalog": str(report.catalog)})
         return
-    _say_failed("rejected", report.rejected)
+    say_failed("rejected", report.rejected)
     before, after = (round(num / 2**20, 1) for num in (report.bytes_before, report.bytes_after))
     say.line(
         f"{plural(report.prepared, 'clip')} in {report.catalog} ({report.reused} were there "
@@ -377,7 +346,7 @@ def score(
     if as_json:
         say.result(facts)
         return
-    _say_failed("not scored", scored.failed)
+    say_failed("not scored", scored.failed)
     say.line(f"{plural(scored.num_known, 'clip')} of {target} with the attribute {scored.name}.")
     if unknown:
         say.line(f"{plural(unknown, 'clip')} without it; no condition on it selects them.")
@@ -413,11 +382,6 @@ def _say_duplicates(name: str, facts: dict[str, Any]) -> None:
         f"out. The largest group: {paths[0]} is kept; copies are {', '.join(paths[1:])}"
         + (f" and {more:,} more." if more else ".")
     )
-
-
-def _say_failed(what: str, failed: "Sequence[Rejection]") -> None:
-    for each in failed:
-        say.line(f"  {what}: {printable(each.path)}: {printable(each.reason)}")
 
 
 @data_app.command()
@@ -502,7 +466,7 @@ def caption(
     if as_json:
         say.result(facts)
         return
-    _say_failed("not captioned", done.failed)
+    say_failed("not captioned", done.failed)
     say.line(f"{plural(done.num_written, 'clip')} of {target} captioned by {captioner}.")
     if facts["without_caption"]:
         say.line(

@@ -6,11 +6,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from longtake import fsio
-from longtake.data.tables import CAPTION_COLUMNS, PATH_COLUMNS, read_text
-from longtake.errors import DataError
+from longtake.data.clip import join_captions
+from longtake.data.tables import CAPTION_COLUMNS, PATH_COLUMNS
+from longtake.data.text_files import read_text
+from longtake.errors import DataError, RecordError
 
 SIDECAR = "sidecar"
 SIDECAR_SUFFIXES = (".txt", ".TXT", ".caption")
@@ -29,11 +31,13 @@ def read_captions(
     folders: Sequence[Path],
     videos: Callable[[], Iterable[Path]],
     notes: list[str] | None = None,
+    chosen: Sequence[str] = (),
 ) -> tuple[dict[Path, str], list[str]]:
     """Return the captions of videos from JSON lines, and the names in them that match no video.
 
     `videos` returns the paths of all videos; it is called once for each file of JSON lines. `notes`
-    gets a sentence about keys that are not read.
+    gets a sentence about keys that are not read. `chosen` are the fields of captions; by default
+    the first of the usual ones that a line has.
 
     Raises:
         DataError: a line is not a caption, or a video has two captions.
@@ -46,7 +50,7 @@ def read_captions(
         tables = [table for table in named if table.is_file()]
     for table in tables:
         unread = dict[str, None]()
-        found, left = _match(table, _caption_lines(table, unread), folders, videos())
+        found, left = _match(table, _caption_lines(table, unread, chosen), folders, videos())
         if unread and notes is not None:
             notes.append(f"{table}: not read: {', '.join(unread)[:500]}.")
         texts.update(found)
@@ -104,7 +108,9 @@ def _assign(taken: dict[Path, _CaptionLine], video: Path, line: _CaptionLine, ta
         )
 
 
-def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
+def _caption_lines(
+    path: Path, unread: dict[str, None], chosen: Sequence[str]
+) -> list[_CaptionLine]:
     if path.suffix.lower() in (".csv", ".parquet"):
         raise DataError(
             f"--captions {path}: captions are read from JSON lines. A table of paths and captions "
@@ -118,12 +124,12 @@ def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
         try:
             entry = json.loads(line)
             key = next(name for name in PATH_COLUMNS if name in entry)
-            text = next(name for name in CAPTION_COLUMNS if name in entry)
+            texts = chosen or [next(name for name in CAPTION_COLUMNS if name in entry)]
             # Keys and texts of other types raise here, and are reported with their line.
-            video, caption = entry[key], entry[text].strip()
+            video, caption = entry[key], _caption_in(entry, texts)
             f"{video}{caption}".encode()  # fails for half of a surrogate pair
             lines.append(_CaptionLine(number, os.fspath(video), caption))
-            unread.update(dict.fromkeys(name for name in entry if name not in (key, text)))
+            unread.update(dict.fromkeys(name for name in entry if name not in (key, *texts)))
         except (*_MALFORMED, RecursionError, StopIteration) as error:
             names = ", ".join(map(str, entry))[:200] if isinstance(entry, dict) else ""
             keys = f" Its keys: {names}." if names else ""
@@ -132,6 +138,42 @@ def _caption_lines(path: Path, unread: dict[str, None]) -> list[_CaptionLine]:
                 'on each line: {"video": "clip.mp4", "caption": "what it shows"}.' + keys
             ) from error
     return lines
+
+
+def _caption_in(entry: dict[str, Any], fields: Sequence[str]) -> str:
+    """Return the texts, and lists of texts, in some fields of a JSON object, joined to a caption.
+
+    Raises:
+        TypeError, AttributeError: a field holds something else.
+        LookupError: there is none of the fields.
+    """
+    values = [entry[name] for name in fields if name in entry]
+    if not values:
+        raise LookupError
+    return join_captions(
+        text.strip() for each in values for text in (each if isinstance(each, list) else [each])
+    )
+
+
+def fields_beside(video: Path, fields: Sequence[str]) -> str | None:
+    """Return the caption in some fields of clip.json beside clip.mp4, or None if there is none.
+
+    Raises:
+        DataError: the file is not a JSON object, or a field holds no text.
+    """
+    path = video.with_suffix(".json")
+    try:
+        if not fields or not path.is_file():
+            return None
+        entry = fsio.parse_record(fsio.read_regular(path), dict[str, Any], path)
+        return _caption_in(entry, fields)
+    except LookupError:  # a file without any of the fields
+        return None
+    except (RecordError, OSError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{path} has no caption in {', '.join(fields)}: {error}. Expected an object with a "
+            "text, or a list of texts, in each of these fields."
+        ) from error
 
 
 def unread_beside(video: Path) -> Path | None:

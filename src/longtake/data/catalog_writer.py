@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from longtake.config.data import STEM
 from longtake.data import catalog
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, captions_of
 from longtake.data.content import MAX_COPIES, copy_identity
 from longtake.data.media_list import open_scratch
 
@@ -44,6 +44,7 @@ class Written:
 
     accepted: int = 0
     without_caption: int = 0  # number of accepted clips whose caption is empty
+    with_several: int = 0  # number of accepted clips with several captions
     duplicates: int = 0  # number of files left out because an accepted one has the same content
     # Path and caption of the first duplicates whose caption is not that of the accepted clip.
     other_captions: list[tuple[str, str]] = field(default_factory=list)
@@ -150,6 +151,7 @@ class CatalogWriter:
                 while some := list(islice(rows, _ROWS_IN_MEMORY)):
                     written.accepted += len(some)
                     written.without_caption += sum(not row[_CAPTION] for row in some)
+                    written.with_several += sum(len(captions_of(row[_CAPTION])) > 1 for row in some)
                     has_spans |= any(row[_SPAN_START] is not None for row in some)
                     values = [json.loads(row[_ATTRIBUTES] or "{}") for row in some]
                     used.update(*values)

@@ -4,7 +4,7 @@ Nothing heavy is imported.
 """
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Literal
@@ -13,8 +13,20 @@ MIRRORED = 360
 """Flag that is added to a clip's rotation in degrees: the turned picture is then mirrored, left to
 right."""
 Kind = Literal["video", "image"]
+_SEPARATOR = "\x1e"
+"""Stands between the captions of a clip that has several: ASCII's record separator."""
 Given = str | tuple[float, ...]
 """Conditioning input of a clip as a table has it: the absolute path of a file, or numbers."""
+
+
+def join_captions(texts: Iterable[str | None]) -> str:
+    """Return the text of a catalog for a clip that has several captions; each counts once."""
+    return _SEPARATOR.join(dict.fromkeys(each for text in texts if (each := (text or "").strip())))
+
+
+def captions_of(caption: str) -> list[str]:
+    """Return all captions of a clip, from their text in a catalog; one, mostly."""
+    return caption.split(_SEPARATOR)
 
 
 def is_turned(rotation: int) -> bool:

@@ -17,14 +17,20 @@ from pydantic import AfterValidator, TypeAdapter
 from typing_extensions import TypedDict
 
 from longtake.data import catalog
-from longtake.data.caption_files import is_sidecar, read_captions, sidecar_of, unread_beside
+from longtake.data.caption_files import (
+    fields_beside,
+    is_sidecar,
+    read_captions,
+    sidecar_of,
+    unread_beside,
+)
 from longtake.data.catalog_writer import (
     MOST_LISTED,
     CatalogWriter,
     Written,
     caption_without_file,
 )
-from longtake.data.clip import Clip, Item, Media
+from longtake.data.clip import Clip, Item, Media, join_captions
 from longtake.data.content import copy_identity
 from longtake.data.decode import Probe, ProbeTask
 from longtake.data.media_list import as_bytes, open_scratch
@@ -234,6 +240,8 @@ def index(
     label: str = "",
     trusts_metadata: bool = False,
     keeps_other_captions: bool = False,
+    by_line: bool = False,
+    fields: Sequence[str] = (),
 ) -> IndexReport:
     """Decode every video and image once and write the catalog of those that can be trained on.
 
@@ -253,6 +261,9 @@ def index(
         trusts_metadata: decode only the first frame of each video. Such clips get the attribute
             `trusted_metadata` = 1; a call that does not trust metadata reads them again.
         keeps_other_captions: keep files of equal content once for each caption; else once.
+        by_line: each line of a caption is one of its own, and a sample is trained with one of them.
+        fields: fields of `captions` and of clip.json beside clip.mp4 that have captions; of several
+            a sample is trained with one.
 
     Raises:
         DataError: a source or the captions cannot be read, a clip lacks a further input, no file is
@@ -263,7 +274,7 @@ def index(
     check_out(out)
     writer = CatalogWriter()
     found = find(sources, conditioning, out.with_name(f"{out.stem}_media"))
-    unmatched, faulty = _caption(found, captions)
+    unmatched, faulty = _caption(found, captions, fields)
     before, journal = catalog_before(out), ProbeJournal(out, trusts_metadata=trusts_metadata)
     # A journal of an interrupted call would otherwise be resumed.
     if fresh:
@@ -274,7 +285,7 @@ def index(
         unchanged = probe_all(
             found.items.by_file(),
             found.items.num_files,
-            partial(_accept, writer, faulty, label, trusts_metadata),
+            partial(_accept, writer, faulty, label, trusts_metadata, by_line),
             known=KnownFiles(None if fresh else before, journal, trusts_metadata=trusts_metadata),
             journal=journal,
             task=ProbeTask(work.limits, trusts_metadata),
@@ -312,6 +323,7 @@ def _accept(
     faulty: Mapping[str, ClipError],
     label: str,
     trusts_metadata: bool,
+    by_line: bool,
     items: Sequence[Item],
     stamp: catalog.Stamp | None,
     whole: Probe | ClipError,
@@ -333,10 +345,12 @@ def _accept(
             writer.reject(rejection, stamp if rejection.path in names else None)
             continue
         mode = {catalog.TRUSTED: float(result.is_trusted)} if trusts_metadata else {}
+        caption = item.caption
+        if by_line and caption:
+            caption = join_captions(caption.split("\n"))
         clip = Clip(
             media=item.media,
-            caption=item.caption
-            or caption_without_file(label, item.media.member or item.media.path),
+            caption=caption or caption_without_file(label, item.media.member or item.media.path),
             attributes={**item.attributes, **mode},
             conditioning=item.conditioning,
             **result.clip_fields,
@@ -400,7 +414,9 @@ def probe_all(
     return num_known
 
 
-def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[str, ClipError]]:
+def _caption(
+    found: FoundMedia, captions: Path | None, fields: Sequence[str]
+) -> tuple[list[str], dict[str, ClipError]]:
     """Set the captions of all media from files of captions.
 
     Returns paths in a JSONL file that match no media, and errors of captions by the medium's name.
@@ -410,6 +426,7 @@ def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[
         found.folders,
         lambda: (Path(str(item.media)) for item in found.items),
         found.notes,
+        fields,
     )
     is_alone = captions is not None and not is_sidecar(captions)
     faulty, unread = dict[str, ClipError](), list[Path]()
@@ -419,7 +436,8 @@ def _caption(found: FoundMedia, captions: Path | None) -> tuple[list[str], dict[
         if path in texts or is_alone:
             return texts.get(path, "")
         try:
-            text = sidecar_of(path)
+            text = fields_beside(path, fields)
+            text = sidecar_of(path) if text is None else text
         except DataError as error:
             faulty[str(media)] = ClipError(str(media), f"its caption: {error}")
             return ""

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath
 from typing import Any, Self
 
 from longtake import fsio
-from longtake.data import caption_files, stores, tables
+from longtake.data import caption_files, stores, tables, text_files
 from longtake.data.catalog import Rejection
 from longtake.data.clip import MEDIA_SUFFIXES, Given, Item, Media, is_media
 from longtake.data.media_list import MediaList
@@ -173,7 +173,7 @@ def _texts_in_store(objects: Mapping[str, Media], refused: list[ClipError]) -> d
     found = dict[str, str]()
     for name, content in zip(beside, stores.read_objects(beside.values()), strict=True):
         try:
-            found[name] = tables.decode_text(content, beside[name]).strip()
+            found[name] = text_files.decode_text(content, beside[name]).strip()
         except DataError as error:
             refused.append(ClipError(name, f"its caption: {error}"))
     return found
@@ -461,7 +461,7 @@ def _beside(
                     f"{_MAX_TEXT_BYTES:,}"
                 )
             file.seek(member.offset_data)
-            text = tables.decode_text(file.read(member.size), member.name)
+            text = text_files.decode_text(file.read(member.size), member.name)
             if member.name.endswith(".txt"):
                 texts[_key(member.name)] = text.strip()
             elif isinstance(
@@ -480,7 +480,8 @@ def _item(
 ) -> Item:
     key = _key(member.name)
     entry = entries.get(key, {})
-    captions = [texts.get(key), *(entry.get(name) for name in tables.CAPTION_COLUMNS)]
+    of_entry = (tables.caption_of(name, entry.get(name)) for name in tables.CAPTION_COLUMNS)
+    captions = [texts.get(key), *of_entry]
     values = (
         (name, tables.score_of(value))
         for name, value in entry.items()

@@ -27,7 +27,8 @@ from pydantic import TypeAdapter
 
 from longtake import fsio
 from longtake.data import stores
-from longtake.data.clip import Clip, Given, Item, Media, is_media
+from longtake.data.clip import Clip, Given, Item, Media, is_media, join_captions
+from longtake.data.text_files import encoding_of, read_text
 from longtake.errors import DataError, RecordError
 
 LISTING_SUFFIXES = (".txt", ".csv", ".jsonl", ".json", ".parquet")
@@ -165,7 +166,7 @@ def _read_list(path: Path, at: str) -> Iterator[Item]:
     try:
         with (
             fsio.open_regular(path) as binary,
-            io.TextIOWrapper(binary, encoding=_encoding_of(binary)) as file,
+            io.TextIOWrapper(binary, encoding=encoding_of(binary)) as file,
         ):
             folder, number = str(path.resolve().parent), 0
             for line in map(str.strip, file):
@@ -385,7 +386,7 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
     # newline="" as csv asks for; the reader of codecs.open takes minutes for a line of megabytes.
     with (
         fsio.open_regular(path) as binary,
-        io.TextIOWrapper(binary, encoding=_encoding_of(binary), newline="") as file,
+        io.TextIOWrapper(binary, encoding=encoding_of(binary), newline="") as file,
     ):
         reader = csv.reader(file, strict=True)  # an unclosed quote must not swallow rows
         num_rows, num_columns = -1, 0
@@ -429,7 +430,7 @@ def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
             if not _is_text(name):
                 if _may_be_score(name) and score_of(value) is not None:
                     numbers[name] = None
-            elif not isinstance(value, str | None):
+            elif not isinstance(value := caption_of(name, value), str | None):
                 types.setdefault(name, type(value).__name__)
             elif value:
                 texts[name] = None
@@ -441,13 +442,20 @@ def _read_jsonl(path: Path, conditioning: Sequence[str]) -> Iterator[_Table]:
         yield _Table(
             num_before,
             [*used, *types, *others],
-            {name: [row.get(name) or None for row in rows] for name in used},
+            {name: [caption_of(name, row.get(name)) or None for row in rows] for name in used},
             {name: [score_of(row.get(name)) for row in rows] for name in names if name in numbers},
             types,
             {name: [row.get(name) for row in rows] for name in conditioning if name in names},
             {name: [row.get(name) for row in rows] for name in SPAN_COLUMNS if name in names},
         )
         num_before += len(rows)
+
+
+def caption_of(name: str, value: object) -> Any:
+    """Return a value of a column; a list of captions becomes one text with all of them."""
+    if name not in CAPTION_COLUMNS or not isinstance(value, list):
+        return value
+    return value if any(not isinstance(e, str | None) for e in value) else join_captions(value)
 
 
 def _jsonl_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -517,6 +525,8 @@ def _read_parquet(
             paths = _extract(path, file, inside, extracted)
         strings = pa.string(), pa.large_string()
         texts = [name for name in wanted if fields[name] in strings and name != inside]
+        lists = [pa.list_(each) for each in strings]
+        texts += [name for name in CAPTION_COLUMNS if fields.get(name) in lists]
         scores = [name for name in wanted if _is_numeric(name, fields[name])]
         # Found in a pass of their own: the cast to float64 below raises for integers that it
         # rounds.
@@ -531,7 +541,7 @@ def _read_parquet(
         )
         num_before = 0
         for batch in file.iter_batches(_ROWS_IN_MEMORY, columns=columns) if num_rows else [nothing]:
-            read = {name: batch[name].to_pylist() for name in texts}
+            read = {name: [caption_of(name, e) for e in batch[name].to_pylist()] for name in texts}
             if inside is not None and paths is not None:
                 read[inside] = list(islice(paths, len(batch)))
             yield _Table(
@@ -653,8 +663,8 @@ def _different(path: Path, names: Sequence[str]) -> list[str]:
 def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
     if name not in table.texts and name in CAPTION_COLUMNS:
         raise DataError(
-            f"{path}: column {name!r} holds {table.types[name][:200]}; expected text: a clip has "
-            "one caption. Keep one of each clip's captions, as text."
+            f"{path}: column {name!r} holds {table.types[name][:200]}; expected a text, or "
+            "a list of texts, for each clip."
         )
     if name not in table.texts:
         raise DataError(
@@ -666,35 +676,3 @@ def _texts(path: Path, table: _Table, name: str) -> list[str | None]:
 
 def _unreadable(path: Path, why: object) -> DataError:
     return DataError(f"{path} cannot be read: {str(why).rstrip('.')}.")
-
-
-def decode_text(data: bytes, name: object) -> str:
-    """Decode text in UTF-8, or in UTF-16 with a byte order mark.
-
-    Raises:
-        DataError: the text is neither; the message has the name of its file.
-    """
-    try:
-        return data.decode(_encoding_of(io.BytesIO(data)))
-    except UnicodeDecodeError as error:
-        raise DataError(f"{name} is not UTF-8 text: {error}. Save it as UTF-8.") from error
-
-
-def _encoding_of(file: io.BufferedReader | io.BytesIO) -> str:
-    # UTF-16 is told by its mark only; without one it cannot be distinguished surely. "utf-8-sig"
-    # reads UTF-8 with the mark that spreadsheets write, and without.
-    start = file.read(2)
-    file.seek(0)
-    return "utf-16" if start in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else "utf-8-sig"
-
-
-def read_text(path: Path) -> str:
-    """Return the content of a file of captions.
-
-    Raises:
-        DataError: the file cannot be read, or is not UTF-8 or UTF-16.
-    """
-    try:
-        return decode_text(fsio.read_regular(path), path)
-    except OSError as error:
-        raise DataError(f"The captions {path} cannot be read: {error.strerror}.") from error

@@ -1,4 +1,4 @@
-"""Captions as samples are trained with them: with trigger word, prefix and shuffled tags.
+"""Captions as samples are trained with them: one of several, with trigger, prefix, shuffled tags.
 
 They are a pure function of the clip's caption, the recipe and the sample's seed, so that a resumed
 run trains the same texts.
@@ -13,7 +13,7 @@ import pyarrow.compute as pc
 
 from longtake.config import TRIGGER, CaptionsSection, DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, captions_of
 from longtake.data.order import derive, permuted
 from longtake.errors import DataError
 
@@ -27,10 +27,13 @@ def with_sample_caption(clip: Clip, source: str, data: DataSection, seed: int) -
 
 
 def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> str:
-    """Return a clip's caption with trigger word, prefix and shuffled tags of one sample.
+    """Return one of a clip's captions, with trigger word, prefix and shuffled tags of one sample.
 
     An empty caption stays empty.
     """
+    several = captions_of(caption)
+    # Each choice is derived with a name of its own, so that it does not depend on the others.
+    caption = several[derive(seed, "caption") % len(several)]
     how = data.captions.get(source, _PLAIN)
     if how.shuffle_tags:
         # The first `keep_tags` tags keep their place, the others are permuted.
@@ -38,7 +41,6 @@ def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> s
         free = tags[how.keep_tags :]
         places = permuted(np.arange(len(free)), len(free), seed, "tags")
         caption = ", ".join([*tags[: how.keep_tags], *(free[place] for place in places)])
-    # Derived from the seed with a name of its own, independent of the tags' order.
     prefix = how.prefixes[derive(seed, "prefix") % len(how.prefixes)] if how.prefixes else ""
     return _assembled(caption, prefix, how, data)
 
@@ -46,8 +48,9 @@ def sample_caption(caption: str, source: str, data: DataSection, seed: int) -> s
 def caption_variants(captions: Iterable[str], source: str, data: DataSection) -> Iterator[str]:
     """Yield each caption with each prefix that samples of a catalog may have; tags in order."""
     how = data.captions.get(source, _PLAIN)
+    captions = (each for caption in captions for each in captions_of(caption))
     if how == _PLAIN and not data.trigger:
-        return iter(captions)
+        return captions
     if how.shuffle_tags:
         captions = (", ".join(_tags(caption)) for caption in captions)
     return (

@@ -20,7 +20,7 @@ from longtake.checkpoint.files import find_damage
 from longtake.data import ledger
 from longtake.data.catalog import Catalog
 from longtake.data.catalog_search import find_in_catalogs
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, captions_of
 from longtake.data.conditioning import given_to
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import plural
@@ -286,7 +286,7 @@ def command_to_sample(run: RunDirectory) -> str:
     """
     recipe, prompt, inputs = run.recipe(), "…", ""
     if recipe.model_inputs() and (clip := _any_clip(run)) is not None:
-        prompt = clip.caption or prompt
+        prompt = captions_of(clip.caption)[0] or prompt
         for name, section in recipe.model_inputs().items():
             file = given_to(clip, section)
             # What is not a local file is named as one in the current folder.
@@ -513,7 +513,7 @@ def _consumed_clips(run: RunDirectory, batch: int) -> list[dict[str, Any]]:
         found.append(
             {
                 "identity": clip.identity if clip else name,
-                "caption": clip and clip.caption,
+                "caption": clip and " | ".join(captions_of(clip.caption)),
                 "epoch": epoch,
                 "path": clip and clip.path,
             }

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 from longtake import config, fsio
 from longtake.data.catalog import Catalog
 from longtake.data.checks import refuse_without_conditioning
-from longtake.data.clip import Clip
+from longtake.data.clip import Clip, captions_of
 from longtake.data.conditioning import given_to
 from longtake.errors import DataError, RecipeError
 from longtake.evaluation_dir import EvaluationDirectory
@@ -233,6 +234,7 @@ def _captioned(path: Path, inputs: Mapping[str, config.ConditioningSection]) -> 
     # Bounded, since a large catalog may repeat a few captions.
     for row in range(min(len(catalog), _MAX_CLIPS_READ)):
         clip = catalog.clip(row)
-        if clip.caption and clip.caption.strip() and clip.caption not in seen:
-            seen.add(clip.caption)
-            yield clip
+        caption = captions_of(clip.caption)[0]
+        if caption.strip() and caption not in seen:
+            seen.add(caption)
+            yield replace(clip, caption=caption)
