@@ -106,7 +106,10 @@ def test_the_lora_that_a_run_begins_with_is_checked_and_said(
     assert code == 0, err
     assert f"Begins with {file}: LoRA of rank 4 for 1 of {len(layers)} layers." in out
     for change, why in (
-        ("trainable.rank=3", "has rank 4, and trainable.rank is 3"),
+        (
+            "trainable.rank=3",
+            "the rule of trainable.rules for it, is 3. Set trainable.rank = 4",
+        ),
         ("model.config.hidden_size=24", "is of another model: its LoRA of"),
         (f"trainable.init_from={file}.gone", "cannot be read"),
     ):

@@ -116,7 +116,7 @@ def test_kohyas_names_and_alpha_are_read_and_a_lower_rank_is_filled_up(
             lambda state: {
                 k: torch.cat([v] * 2, dim=0 if "lora_A" in k else 1) for k, v in state.items()
             },
-            r"rank 8, and trainable.rank is 4. Set trainable.rank = 8",
+            r"rank 8 for .*, and trainable.rank, or .* is 4. Set trainable.rank = 8",
         ),
         (
             lambda state: {k: v for k, v in state.items() if "lora_B" not in k},

@@ -8,11 +8,12 @@ import torch
 from tests.models.tiny import make_transformer
 from torch import Tensor, nn
 
-from longtake.config import ModuleSection, TrainableSection
+from longtake.config import AdapterRule, ModuleSection, TrainableSection
 from longtake.errors import RecipeError
 from longtake.models.added_module import ADDED, added_modules, condition
 from longtake.models.base import family
 from longtake.models.trainable import (
+    adapter_config,
     adapter_layers,
     add_lora,
     find_targets,
@@ -409,6 +410,74 @@ def test_layers_that_are_excluded_get_no_adapter() -> None:
         changed = section.model_copy(update={"exclude": (excluded,)})
         with pytest.raises(RecipeError, match=message):
             make_trainable(make_transformer("wan"), family("wan"), changed, _CHANNELS)
+
+
+class _Refiner(nn.Module):
+    """Layers whose names end with those of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Block(), _Block()])
+        self.refiner = nn.ModuleDict({"blocks": nn.ModuleList([_Block()])})
+
+    def forward(self, given: Tensor) -> Tensor:
+        for block in (*self.blocks, *self.refiner["blocks"]):  # type: ignore[misc]
+            given = block.attn.to_q(given) + block.attn.to_k(given)
+        return given
+
+
+_RULES = (
+    AdapterRule(layers=("blocks.0.*",), rank=2),
+    AdapterRule(layers=("to_q",), alpha=2.0),
+    AdapterRule(layers=("1.attn.to_k",), exclude=True),
+)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_rules_give_layers_ranks_and_strengths_and_peft_reads_them(kind: Any) -> None:
+    """The first rule holds; a pattern of whole names is not one of their ends."""
+    from peft import inject_adapter_in_model, set_peft_model_state_dict
+
+    section = TrainableSection(kind=kind, rank=3, targets=("to_q", "to_k"), rules=_RULES)
+    base, model = _Refiner(), _Refiner()
+    model.load_state_dict(base.state_dict())
+    wan = family("wan")
+    make_trainable(model, wan, section, _CHANNELS)
+    found = {
+        name: (layer.r["default"], layer.r["default"] * layer.scaling["default"])
+        for name, layer in adapter_layers(model)
+    }
+    assert found == {
+        "blocks.0.attn.to_q": (2, 2),
+        "blocks.0.attn.to_k": (2, 2),
+        "blocks.1.attn.to_q": (3, 2),
+        "refiner.blocks.0.attn.to_q": (3, 2),
+        "refiner.blocks.0.attn.to_k": (3, 3),
+    }
+    for parameter in model.parameters():
+        nn.init.normal_(parameter) if parameter.requires_grad and parameter.ndim > 1 else None
+    inject_adapter_in_model(adapter_config(model, None), base)
+    set_peft_model_state_dict(base, lora_state(model))
+    given = torch.randn(5, 8)
+    torch.testing.assert_close(base(given), model(given))
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ((AdapterRule(layers=("to_x",), rank=2),), r"rules\[0\]\.layers: .*did you mean to_"),
+        (
+            (AdapterRule(layers=("proj_out",), rank=2),),
+            r"rules\[0\]\.layers: proj_out match no layer",
+        ),
+        ((*_RULES, AdapterRule(layers=("to_q",), rank=2)), r"rules\[3\].*an earlier rule"),
+        ((AdapterRule(layers=("*",), exclude=True),), "leave out every layer"),
+    ],
+)
+def test_a_rule_for_no_layer_is_refused(rules: tuple[AdapterRule, ...], message: str) -> None:
+    section = TrainableSection(kind="lora", targets=("to_q", "to_k"), rules=rules)
+    with pytest.raises(RecipeError, match=message):
+        make_trainable(_Refiner(), family("wan"), section, _CHANNELS)
 
 
 @pytest.mark.parametrize(("factor", "shape"), [(None, (4, 4)), (2, (2, 2)), (3, (2, 2))])

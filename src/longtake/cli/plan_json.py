@@ -34,6 +34,7 @@ def report_json(report: "PlanReport") -> dict[str, Any]:
         "model": {
             "parameters": step.num_parameters,
             "trainable": step.num_trainable,
+            "by_rule": dict(step.rules),
             "tokens": step.num_tokens,
         },
         "bucket": step.batch.bucket.model_dump(exclude_none=True),

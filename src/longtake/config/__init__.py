@@ -19,6 +19,7 @@ from longtake.config.data import (
 from longtake.config.load import changed, dump, kept, load, parse, parse_section, parse_value
 from longtake.config.model import (
     EXPERT_FOLDERS,
+    AdapterRule,
     CodecSection,
     Expert,
     ModelSection,
@@ -56,6 +57,7 @@ from longtake.config.training import (
     ObjectiveSection,
     OptimizerSection,
     ParallelSection,
+    RateRule,
     RecomputeSection,
     TrackingSection,
     WatchSection,

@@ -156,6 +156,29 @@ class ModuleSection(Section):
     """Arguments of the added module's class."""
 
 
+class AdapterRule(Section):
+    """Rank and strength of the adapter of some layers, or that they get none."""
+
+    layers: Annotated[tuple[str, ...], FromList] = Field(min_length=1)
+    """Layers of the rule among those of `targets`, written as in `targets`. Of several rules that
+    name a layer the first one holds."""
+    rank: int | None = Field(None, gt=0, le=2**14)
+    """Rank of these layers, instead of `trainable.rank`."""
+    alpha: float | None = Field(None, gt=0, le=1e6)
+    """Alpha of these layers. Unset: `trainable.alpha`; where that is unset too, their rank."""
+    exclude: bool = False
+    """These layers get no adapter."""
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.exclude == (self.rank is not None or self.alpha is not None):
+            raise ValueError(
+                f"trainable.rules for {', '.join(self.layers)}: give either exclude = true, or "
+                "rank or alpha"
+            )
+        return self
+
+
 class TrainableSection(Section):
     """The parts of the model that are trained."""
 
@@ -176,6 +199,8 @@ class TrainableSection(Section):
     alpha: float | None = Field(None, gt=0, le=1e6)
     """The adapter's updates are scaled by alpha / rank; unset: alpha = rank. LoKr of two full
     matrices always has the scale 1."""
+    rules: Annotated[tuple[AdapterRule, ...], FromList] = ()
+    """Ranks and strengths of some of the layers."""
     init_from: FilePath | None = None
     """A safetensors file with a LoRA of this model to start from, with the key names of diffusers,
     peft, ComfyUI, DiffSynth, VideoX-Fun, LyCORIS, ai-toolkit or kohya's scripts; its rank may be
@@ -196,6 +221,8 @@ class TrainableSection(Section):
             raise ValueError('trainable.targets needs trainable.kind = "lora", "dora" or "lokr"')
         if self.exclude and self.base() != "lora":
             raise ValueError('trainable.exclude needs trainable.kind = "lora", "dora" or "lokr"')
+        if self.rules and self.base() != "lora":
+            raise ValueError('trainable.rules needs trainable.kind = "lora", "dora" or "lokr"')
         if self.factor is not None and self.kind != "lokr":
             raise ValueError('trainable.factor needs trainable.kind = "lokr"')
         if self.init_from is not None and self.base() != "lora":

@@ -110,6 +110,17 @@ class ObjectiveSection(Section):
     pair. They are read and encoded in training; sampling does not ask for them."""
 
 
+class RateRule(Section):
+    """Learning rate of some of the trained weights."""
+
+    layers: Annotated[tuple[str, ...], FromList] = Field(min_length=1)
+    """Blocks, layers or weights: last parts of their names, or patterns such as `blocks.[0-9].*`,
+    or `*.lora_B.*` for the second factors of LoRA (LoRA+). Of several rules that name a weight the
+    first one holds."""
+    factor: float = Field(gt=0, le=1e6)
+    """Their learning rate as a multiple of the optimizer's own."""
+
+
 class OptimizerSection(Section):
     """The optimizer, its learning-rate schedule and gradient clipping."""
 
@@ -132,6 +143,8 @@ class OptimizerSection(Section):
     learning_rate: float = Field(1e-4, gt=0)
     """Learning rate of AdamW. For Prodigy, a factor on the rate that it finds; unset: 1."""
     muon_learning_rate: float = Field(0.02, gt=0)
+    rules: Annotated[tuple[RateRule, ...], FromList] = ()
+    """Learning rates of some of the weights, with `adamw`, `adamw8bit` or `muon`."""
     betas: Annotated[tuple[_Beta, _Beta], FromList] = (0.9, 0.99)
     eps: float | None = Field(None, gt=0, le=1)
     """Number that AdamW and Prodigy add to the denominator of their steps, and an optimizer of your
@@ -214,6 +227,11 @@ class OptimizerSection(Section):
                 f"optimizer.max_grad_norm = {self.max_grad_norm:g} clips by the norm of all "
                 "gradients, which optimizer.fused_backward does not wait for: set it to 1e9, which "
                 "clips none, or leave optimizer.fused_backward out"
+            )
+        if self.rules and self.kind not in ("adamw", "adamw8bit", "muon"):
+            raise ValueError(
+                f'optimizer.rules needs optimizer.kind = "adamw", "adamw8bit" or "muon", and not '
+                f'"{self.kind}": take one of them, or leave the rules out'
             )
         if self.options and ":" not in self.kind:
             raise ValueError(

@@ -304,7 +304,9 @@ class _LoraFile:
         chosen = [layers[each] for each in fused]
         heights = [getattr(each, "base_layer", each).out_features for each in chosen]
         magnitude = parts.get("magnitude")
-        self.refuse_other_shapes(name, update, magnitude, chosen[0], heights)
+        # By trainable.rules the layers may differ in rank.
+        lowest = min(chosen, key=lambda each: getattr(each, "r", {}).get(ADAPTER, 0))
+        self.refuse_other_shapes(name, update, magnitude, lowest, heights)
         if hasattr(chosen[0], "lokr_w1"):
             self.refuse_other_lokr(name, update, chosen)
             yield fused[0], StoredLokr(update.factors, scale, update.trained_rank or update.rank)
@@ -389,7 +391,10 @@ class _LoraFile:
             advice = f"Set trainable.rank = {needed} or more"
             if update.kind == "lokr":
                 advice += ', or trainable.kind = "lokr" to train it as it is'
-            raise self.refusal(f" has rank {needed}{kind}, and trainable.rank is {rank}. {advice}.")
+            raise self.refusal(
+                f" has rank {needed}{kind} for {name}, and trainable.rank, or the rule of "
+                f"trainable.rules for it, is {rank}. {advice}."
+            )
         if magnitude is None:
             return
         if not layer.lora_magnitude_vector:

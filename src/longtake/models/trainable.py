@@ -6,6 +6,7 @@ A, where A is random and B zero: training starts from the very model that was lo
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longtake.config import TrainableSection
+from longtake.config import AdapterRule, TrainableSection
 from longtake.errors import RecipeError
 from longtake.formatting import did_you_mean
 from longtake.models import added_module, deferred_init, numerics
@@ -150,18 +151,19 @@ def add_lora(
     from peft import LoKrConfig, LoraConfig, inject_adapter_in_model
 
     layers, alpha = find_targets(model, targets), section.alpha or section.rank
+    given: dict[str, Any] = {"r": section.rank, "rank_pattern": {}, "alpha_pattern": {}}
     # A regular expression: peft takes names in a list for suffixes of further names.
-    pattern = "|".join(re.escape(name) for name in layers)
+    given["target_modules"] = "|".join(re.escape(name) for name in layers)
+    for rule, names in layers_by_rule(layers, section).items():
+        # It searches for ranks by regular expressions, too, and at the end of names.
+        pattern = f"^(?:{'|'.join(map(re.escape, names))})"
+        rank = rule.rank or section.rank
+        given["rank_pattern"][pattern] = rank
+        given["alpha_pattern"][pattern] = rule.alpha or section.alpha or rank
     if section.kind == "lokr":
-        factor = section.factor or -1
-        config: Any = LoKrConfig(
-            r=section.rank, alpha=alpha, target_modules=pattern, decompose_factor=factor
-        )
+        config: Any = LoKrConfig(alpha=alpha, decompose_factor=section.factor or -1, **given)
     else:
-        is_dora = section.kind == "dora"
-        config = LoraConfig(
-            r=section.rank, lora_alpha=alpha, target_modules=pattern, use_dora=is_dora
-        )
+        config = LoraConfig(lora_alpha=alpha, use_dora=section.kind == "dora", **given)
     inject_adapter_in_model(config, model, ADAPTER)
     for _, layer in adapter_layers(model):
         for part in layer.adapter_layer_names:
@@ -196,12 +198,36 @@ def _adapted_layers(
 ) -> list[str]:
     found = find_targets(model, section.targets or targets)
     left_out = find_targets(model, section.exclude, "trainable.exclude")
-    if not (kept := [name for name in found if name not in left_out]):
+    kept = [name for name in found if name not in left_out]
+    for place, rule in enumerate(section.rules):
+        find_targets(model, rule.layers, f"trainable.rules[{place}].layers")
+    by_rule = layers_by_rule(kept, section)
+    for place, rule in enumerate(section.rules):
+        if rule not in by_rule:
+            raise RecipeError(
+                f"trainable.rules[{place}].layers: {', '.join(rule.layers)} match no layer that "
+                "gets an adapter, or only such as an earlier rule matches, which holds. Name them "
+                "in trainable.targets, or put the narrower rule first."
+            )
+    none = {name for rule, names in by_rule.items() if rule.exclude for name in names}
+    if not (kept := [name for name in kept if name not in none]):
         raise RecipeError(
-            f"trainable.exclude ({', '.join(section.exclude)}) leaves out every layer that "
-            "trainable.targets name. Exclude fewer."
+            f"trainable.exclude ({', '.join(section.exclude)}) and trainable.rules leave out every "
+            "layer that trainable.targets name. Exclude fewer."
         )
     return kept
+
+
+def layers_by_rule(
+    layers: Sequence[str], section: TrainableSection
+) -> dict[AdapterRule, list[str]]:
+    """Return the layers of each of `trainable.rules`; of several that match the first one holds."""
+    found: dict[AdapterRule, list[str]] = {}
+    for name in layers:
+        matching = (each for each in section.rules if matches_any(name, each.layers))
+        if (rule := next(matching, None)) is not None:
+            found.setdefault(rule, []).append(name)
+    return found
 
 
 def find_targets(
@@ -242,7 +268,14 @@ def adapter_config(model: Any, base: str | None) -> Any:
     `base` is the name of the base model.
     """
     config = copy.deepcopy(model.peft_config[ADAPTER])
+    ranks = {name: layer.r[ADAPTER] for name, layer in adapter_layers(model)}
+    config.r = Counter(ranks.values()).most_common(1)[0][0]
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
+    # peft takes the first name with which a layer's name ends: longer ones have to come first.
+    others = {name for name, rank in ranks.items() if rank != config.r}
+    is_like = (name for name in ranks if any(name.endswith(f".{each}") for each in others))
+    names = sorted({*others, *is_like}, key=len, reverse=True)
+    config.rank_pattern = config.alpha_pattern = {name: ranks[name] for name in names}
     # peft saves adapters this way, so that a reader that loads one gets it frozen.
     config.inference_mode = True
     config.base_model_name_or_path = base
@@ -312,6 +345,11 @@ def adapter_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers with LoRA or DoRA, which have `lora_A[ADAPTER]` and `lora_B[ADAPTER]`."""
     return ((name, layer) for name, layer in adapter_layers(model) if hasattr(layer, "lora_A"))
+
+
+def matches_any(name: str, targets: Sequence[str]) -> bool:
+    """Return True if one of the targets is the last part of a module's name, or its pattern."""
+    return any(_matches(name, target) for target in targets)
 
 
 def _matches(name: str, target: str) -> bool:

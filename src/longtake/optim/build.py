@@ -4,9 +4,10 @@ import importlib.util
 import logging
 import math
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW, Optimizer
 
-from longtake.config import OptimizerSection
+from longtake.config import OptimizerSection, RateRule
 from longtake.errors import RecipeError
+from longtake.formatting import did_you_mean
 from longtake.models.numerics import Precision
+from longtake.models.trainable import matches_any
 from longtake.optim.master_weights import MasterAdamW
 from longtake.optim.muon import Muon
 from longtake.optim.own import own_optimizer, refuse_own_optimizer
@@ -46,7 +49,7 @@ def build_optimizers(
     Raises:
         RecipeError: an 8-bit optimizer is wanted, but torchao or a compiler is not installed; or a
             class of the user's own cannot be found, made, saved or resumed, or would round bf16
-            weights.
+            weights; or one of `optimizer.rules` is for no weight.
     """
     chosen = choose_optimizers(model, blocks, section)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -72,11 +75,58 @@ def build_optimizers(
         )
     if chosen.prodigy:
         optimizers.append(Prodigy(chosen.prodigy, rate, betas, decay, eps))
+    rules = rules_of_weights(model, section)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             # The schedule multiplies this rate at each step.
             group["base_lr"] = float(group["lr"])
+        if rules:
+            _divide_by_rate(optimizer, rules)
     return optimizers
+
+
+def rules_of_weights(model: nn.Module, section: OptimizerSection) -> dict[nn.Parameter, RateRule]:
+    """Return the first of `optimizer.rules` that matches a trained parameter, if any does.
+
+    Raises:
+        RecipeError: a rule is for no parameter.
+    """
+    found: dict[nn.Parameter, RateRule] = {}
+    names, known = dict(model.named_parameters()), set[str]()
+    for name, parameter in names.items() if section.rules else ():
+        if not parameter.requires_grad:
+            continue
+        parts = name.split(".")
+        # A rule for a layer or a block is one for all weights inside.
+        within = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
+        known.update(re.sub(r"\.\d+(?=\.|$)", ".*", each) for each in within)
+        for rule in section.rules:
+            if any(matches_any(each, rule.layers) for each in within):
+                found[parameter] = rule
+                break
+    for place, rule in enumerate(section.rules):
+        if rule not in found.values():
+            raise RecipeError(
+                f"optimizer.rules[{place}].layers: {', '.join(rule.layers)} match no trained "
+                "weight, or only such as an earlier rule matches; "
+                + did_you_mean(rule.layers[0], known)
+            )
+    return found
+
+
+def _divide_by_rate(optimizer: Optimizer, rules: Mapping[nn.Parameter, RateRule]) -> None:
+    """Make a group of an optimizer's parameters for each factor of their learning rate."""
+    (group,) = optimizer.param_groups
+    by_factor: dict[float, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        factor = rules[parameter].factor if parameter in rules else 1.0
+        by_factor.setdefault(factor, []).append(parameter)
+    rate = group["base_lr"]
+    # The group that is there keeps some of them: an empty one has nothing to save.
+    (first, group["params"]), *others = by_factor.items()
+    group["base_lr"] = rate * first
+    for factor, parameters in others:
+        optimizer.add_param_group({"params": parameters, "base_lr": rate * factor})
 
 
 class ParametersByOptimizer(NamedTuple):

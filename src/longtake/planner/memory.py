@@ -1,7 +1,7 @@
 """Predicts the device memory of a recipe's training step."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from typing import Any
@@ -26,8 +26,9 @@ from longtake.models.objective import (
 from longtake.models.quantized import quantize_linears
 from longtake.models.review import refuse_sharing
 from longtake.models.streamed import streamed_bytes
+from longtake.models.trainable import adapter_layers, layers_by_rule
 from longtake.optim import master_weights, muon
-from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers
+from longtake.optim.build import EIGHT_BIT_BLOCK, choose_optimizers, rules_of_weights
 from longtake.optim.fused_backward import refuse_fused_ranks
 from longtake.optim.own import own_states, refuse_own_optimizer
 from longtake.parallel import context_parallel, fsdp, mesh
@@ -70,6 +71,7 @@ class StepFacts:
     num_trainable: int
     trainable_bytes: int
     encoding_bytes: int  # activations of encoders that run ahead (`training.encode_ahead`)
+    rules: Mapping[str, int]  # trained parameters of each of the recipe's rules
 
 
 Outlined = tuple[Components, Tracer]
@@ -185,11 +187,30 @@ def outline_step(
         recipe=recipe,
         device=device,
         find_outlined=lambda: outlined,
-        **_sizes(subject),
+        **_sizes(subject, recipe),
     )
 
 
-def _sizes(subject: Subject) -> dict[str, Any]:
+def _count_by_rule(recipe: Recipe, model: nn.Module) -> dict[str, int]:
+    """Count the trained parameters of each of `trainable.rules` and `optimizer.rules`, by its text.
+
+    Raises:
+        RecipeError: one of `optimizer.rules` is for no parameter.
+    """
+    found, layers = Counter[str](), dict(adapter_layers(model))
+    for rule, names in layers_by_rule(list(layers), recipe.trainable).items():
+        text = f"{', '.join(rule.layers)} (trainable.rules"
+        for key, value in (("rank", rule.rank), ("alpha", rule.alpha)):
+            text += "" if value is None else f", {key} {value:g}"
+        trained = (each for name in names for each in layers[name].parameters())
+        found[f"{text})"] = sum(each.numel() for each in trained if each.requires_grad)
+    for parameter, rate in rules_of_weights(model, recipe.optimizer).items():
+        text = f"{', '.join(rate.layers)} (optimizer.rules, factor {rate.factor:g})"
+        found[text] += parameter.numel()
+    return dict(found)
+
+
+def _sizes(subject: Subject, recipe: Recipe) -> dict[str, Any]:
     """Return the fields of `StepFacts` that describe the model."""
     trained = [each for each in subject.model.parameters() if each.requires_grad]
     return {
@@ -199,6 +220,7 @@ def _sizes(subject: Subject) -> dict[str, Any]:
         "num_parameters": numerics.count_weights(subject.model),
         "num_trainable": sum(each.numel() for each in trained),
         "trainable_bytes": sum(each.nbytes for each in trained),
+        "rules": _count_by_rule(recipe, subject.model),
     }
 
 
