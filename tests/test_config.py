@@ -379,6 +379,7 @@ _CHANGES: dict[str, object] = {
     "data.flip": 0.5,
     "data.weights.catalog": 2.0,
     "data.repeats.catalog": 2,
+    "data.loss_weights.catalog": 2.0,
     "data.trigger": "sks",
     "data.stages": "[{ name = 'a' }]",
     "data.difficulty": "nouns",
@@ -473,6 +474,7 @@ def test_the_epochs_of_a_run_are_those_of_a_stage_and_decide_its_steps() -> None
             "data.auto_buckets.pixels is 100, less than one square of multiple_of = 16",
         ),
         ({"repeats": {"b": 2}}, "data.repeats names b, which is not among the catalogs"),
+        ({"loss_weights": {"b": 2}}, "data.loss_weights names b, which is not among the catalogs"),
         ({"captions": {"b": {}}}, "data.captions names b, which is not among the catalogs"),
         (
             {"weights": {"catalog": 1.0}, "repeats": {"catalog": 2}},

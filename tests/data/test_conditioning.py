@@ -21,6 +21,7 @@ from tests.data.build import (
     recipe_of,
     shape,
     write_table,
+    write_tar,
 )
 
 from longtake.config import Bucket, ConditioningSection, DataSection
@@ -120,8 +121,8 @@ def _refused(section: dict[str, Any], name: str = "pose") -> str:
         ({"kind": "video", "per_frame": True}, 'per_frame is for numbers, not for "video"'),
         ({"kind": "mask", "encode": True}, 'encode is for picture and video, not for "mask"'),
         ({"kind": "depth"}, "data.conditioning.pose.kind is 'depth'; it should be 'picture', "),
-        ({"path": None}, "data.conditioning.pose needs one of path, column, frame and frames"),
-        ({"column": "a"}, "data.conditioning.pose needs one of path, column, frame and frames"),
+        ({"path": None}, "data.conditioning.pose needs one of path, column, frame, frames and"),
+        ({"column": "a"}, "data.conditioning.pose needs one of path, column, frame, frames and"),
     ],
 )
 def test_a_section_that_cannot_mean_anything_is_refused(section: dict[str, Any], said: str) -> None:
@@ -379,6 +380,36 @@ def _read(clip: Clip, section: dict[str, Any], seed: int = 1, **values: Any) -> 
     window = sample_window(clip, _LONG, data, seed)
     wanted = conditioning_of(clip, window, data.conditioning)["it"]
     return as_values(wanted, read(wanted))
+
+
+@pytest.mark.parametrize("is_tar", [False, True])
+def test_the_alpha_of_a_picture_is_a_mask_that_is_cut_as_the_picture(
+    tmp_path: Path, clip: Clip, is_tar: bool
+) -> None:
+    """Black over white is the negative of its alpha; what has no alpha is opaque."""
+    folder = tmp_path / "clips"
+    folder.mkdir()
+    pixels = np.zeros((40, 60, 4), np.uint8)
+    pixels[..., 3] = _noise(1, 40, 60)[..., 0]
+    Image.fromarray(pixels).save(folder / "clear.png")
+    Image.fromarray(_noise(2, 40, 60)).save(folder / "opaque.png")
+    for name in ("clear", "opaque"):
+        (folder / f"{name}.txt").write_text(name)
+    source = folder
+    if is_tar:
+        members: dict[str, bytes | str] = {e.name: e.read_bytes() for e in folder.iterdir()}
+        source = write_tar(tmp_path / "a.tar", members)
+    index([source], captions=None, out=tmp_path / "catalog.parquet", work=HERE)
+    mask = {"kind": "mask", "alpha": True}
+    values: dict[str, Any] = {"random_crop": True, "flip": 0.5, "conditioning": {"mask": mask}}
+    data = _section(tmp_path / "catalog.parquet", **values)
+    for batch in Loader(data, batch_size=1).batches(8):
+        found = batch.inputs["mask"][:, 0].int()
+        expected = 255 - batch.videos[:, 0].int()
+        if batch.captions == ("opaque",):
+            expected = torch.full_like(found, 255)
+        assert (found - expected).abs().max() <= 1
+    assert (_read(clip, mask) == 255).all()
 
 
 def test_a_mask_of_another_size_is_cut_as_the_clip_and_a_picture_is_for_all_frames(

@@ -13,7 +13,17 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tests.build import ALONE, TINY_WAN, MakeRecipe, events, quiet_session
+from tests.build import (
+    ALONE,
+    QUIET,
+    TINY_WAN,
+    MakeRecipe,
+    Recipes,
+    events,
+    quiet_session,
+    rows,
+    saved,
+)
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, ParallelSection, Recipe
@@ -37,6 +47,7 @@ from longtake.training.step import (
     drop_undecodable,
     seed_step,
 )
+from longtake.training.train import train
 
 
 def _state(recipe: Recipe) -> TrainingState:
@@ -92,6 +103,46 @@ def test_micro_batches_change_no_loss(small_recipe: MakeRecipe, kind: str) -> No
     assert curves[1] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[2] == pytest.approx(curves[0], rel=1e-6, abs=1e-6)
     assert curves[0][-1] < 0.9 * curves[0][0]
+
+
+_SGD = ("optimizer.kind=torch.optim:SGD", "optimizer.schedule=constant", "optimizer.warmup_steps=0")
+_ADAM = ("optimizer.fused_backward=true", "optimizer.max_grad_norm=1e9", "optimizer.eps=1e-30")
+
+
+@pytest.mark.parametrize(
+    ("changes", "one", "other"),
+    [
+        (
+            _SGD,
+            ("optimizer.learning_rate=0.04", "optimizer.max_grad_norm=0.2"),
+            ("optimizer.learning_rate=0.01", "optimizer.max_grad_norm=0.8"),
+        ),
+        (_ADAM, (), ()),
+    ],
+    ids=["clipped", "in the backward pass"],
+)
+def test_the_weight_of_a_catalog_multiplies_its_gradients_and_nothing_that_is_recorded(
+    small_recipe: Recipes, changes: tuple[str, ...], one: tuple[str, ...], other: tuple[str, ...]
+) -> None:
+    """A quarter for one catalog, at four times the rate, is four times as much for the other.
+
+    Clipped are the batches of one catalog alone, whose gradients are four times as large.
+    """
+
+    def trained(name: str, weights: dict[str, float], more: tuple[str, ...]) -> Recipe:
+        recipe = small_recipe("training.steps=8", *changes, *more, name=name)
+        both = dict.fromkeys("ab", recipe.data.catalog)
+        update = {"catalog": None, "catalogs": both, "loss_weights": weights}
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update=update)})
+        train(recipe, QUIET)
+        return recipe
+
+    less, more = trained("less", {"a": 0.25}, one), trained("more", {"b": 4.0}, other)
+    torch.testing.assert_close(saved(less, 8, "model"), saved(more, 8, "model"))
+    keys = ("loss", "grad_norm", "weight_norm")
+    np.testing.assert_allclose(rows(less, *keys), rows(more, *keys), rtol=1e-4)
+    plain = trained("plain", {}, other)
+    assert rows(plain, "weight_norm") != rows(more, "weight_norm")
 
 
 def _part(batch: Batch, order: list[int]) -> Batch:

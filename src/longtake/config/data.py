@@ -31,6 +31,7 @@ _KEYS_OF_KINDS: dict[str, tuple[Any, ...]] = {  # each key's unset value, and ki
     "frame": (None, "picture"),
     "frames": (None, "video"),
     "width": (None, "numbers"),
+    "alpha": (False, "mask"),
     "per_frame": (False, "numbers"),
 }
 _PLACEHOLDER = re.compile(r"\{[^{}]*\}|[{}]")
@@ -138,6 +139,9 @@ class ConditioningSection(Section):
     frames: int | None = Field(None, gt=0, le=2**16)
     """Instead of `path`, for a video: use this many first frames of the clip's own window, for a
     model that continues them. Sampling takes the first frames of a file."""
+    alpha: bool = False
+    """Instead of `path`, for a mask: use the alpha channel of the clip's own picture: 1 where it is
+    opaque. Videos, and pictures without one, are opaque. Sampling takes the mask from a file."""
     encode: bool | None = None
     """Encode a picture or video with the codec; the model then gets `<name>_latents`. `false`: the
     model gets `<name>`, pixels from -1 to 1. Unset: `true`."""
@@ -154,8 +158,8 @@ class ConditioningSection(Section):
 
     @property
     def is_of_clip(self) -> bool:
-        """True if the input consists of frames of the clip's own window, not of a file."""
-        return self.frame is not None or self.frames is not None
+        """True if the input is made of the clip itself, and not read from a file of its own."""
+        return self.frame is not None or self.frames is not None or self.alpha
 
     @property
     def is_encoded(self) -> bool:
@@ -187,8 +191,11 @@ def _check_conditioning(
                     f'{key}.{name_of_key} is for {" and ".join(kinds)}, not for "{kind}"'
                 )
         places = [section.path, section.column, section.frame, section.frames]
+        places.append(section.alpha or None)
         if places.count(None) != len(places) - 1:
-            raise ValueError(f"{key} needs one of path, column, frame and frames: where it is")
+            raise ValueError(
+                f"{key} needs one of path, column, frame, frames and alpha: where it is"
+            )
         unknown = (
             [] if section.path is None else _PLACEHOLDER.findall(section.path.replace(STEM, ""))
         )
@@ -283,6 +290,11 @@ class DataSection(Section):
     """Repetitions of a catalog's clips relative to other catalogs, by catalog name (`catalog` if
     there is only one); a catalog that is not named has 1. Instead of `weights`. Each stage epoch
     then repeats the catalog this many times, each time in another order and with other seeds."""
+    loss_weights: dict[str, Annotated[float, Field(gt=0, le=1e6)]] = Field(default_factory=dict)
+    """Weight of the loss by catalog name (`catalog` if there is only one), such as 0.5 for
+    regularisation pictures; a catalog that is not named has 1. The gradients of its batches are
+    multiplied by it before they are clipped; recorded losses and norms of gradients are without
+    it."""
     trigger: str = Field("", max_length=1000)
     """Word for the trained subject or style, such as "sks dog". It replaces `[trigger]` in captions
     and prefixes, and is put before each caption that has neither; without a trigger, `[trigger]`
@@ -406,7 +418,8 @@ class DataSection(Section):
             raise ValueError("data needs either one catalog or several catalogs by name")
         by_key = {f"the weights of stage {each.name}": each.weights or {} for each in self.stages}
         tables: dict[str, Mapping[str, object]] = {"data.weights": self.weights, **by_key}
-        tables |= {"data.repeats": self.repeats, "data.captions": self.captions}
+        tables |= {"data.repeats": self.repeats, "data.loss_weights": self.loss_weights}
+        tables |= {"data.captions": self.captions}
         for key, named in tables.items():
             for name in sorted(named.keys() - self.sources().keys()):
                 known = ", ".join(self.sources())
@@ -488,6 +501,14 @@ class DataSection(Section):
 
     def sources(self) -> dict[str, Path]:
         return dict(self.catalogs) if self.catalog is None else {"catalog": self.catalog}
+
+    def loss_weight(self, source: str) -> float:
+        """Return the weight of the loss of a catalog's batches.
+
+        All samples of a batch are of one catalog, so its gradients are multiplied after they have
+        been measured: losses and norms of all batches compare.
+        """
+        return self.loss_weights.get(source, 1.0)
 
     def curriculum(self) -> tuple[Stage, ...]:
         return self.stages or (Stage(name="all"),)

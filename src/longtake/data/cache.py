@@ -184,7 +184,10 @@ class Cache:
             facts += [wanted.untagged] if wanted.is_untagged and wanted.untagged != "bt601" else []
             return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
-        facts = [self.hashes.of(wanted.media.path) if values is None else values]
+        if getattr(wanted, "is_alpha", False):  # of the clip itself, which may be in a tar
+            facts = ["alpha", wanted.identity]
+        else:
+            facts = [self.hashes.of(wanted.media.path) if values is None else values]
         # The crop follows from the clip's size as well as its own, so both are part of the key.
         if isinstance(wanted, ConditioningPixels):
             facts += [wanted.kind, wanted.clip_height, wanted.clip_width]

@@ -25,6 +25,7 @@ from longtake.config import STEM, Bucket, ConditioningSection
 from longtake.data import stores
 from longtake.data.clip import IMAGE_SUFFIXES, MEDIA_SUFFIXES, Clip, Given, Media, is_turned
 from longtake.data.decode import (
+    ALPHA,
     decoded,
     in_square_pixels,
     opened,
@@ -71,6 +72,7 @@ class ConditioningPixels(FrameSpan):
     width: int
     is_flipped: bool
     untagged: str = "bt709"  # colour matrix of untagged HD video, as in `Window`
+    is_alpha: bool = False  # a mask: the alpha channel of `media`
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -139,7 +141,7 @@ def _with_ending(path: str) -> str:
 def given_to(clip: Clip, section: ConditioningSection) -> Given:
     """Return the path of a clip's conditioning file, or its numbers from the catalog.
 
-    For frames of the clip itself, it is the clip's own path.
+    For what is made of the clip itself, it is the clip's own path.
     """
     if section.is_of_clip:
         return clip.media.path
@@ -169,7 +171,8 @@ def _input(section: ConditioningSection, clip: Clip, window: Window) -> Wanted:
     return ConditioningPixels(
         kind=section.kind,
         identity=clip.identity,
-        media=Media(path),
+        media=window.media if section.alpha else Media(path),
+        is_alpha=section.alpha,
         clip_height=window.source_height,
         clip_width=window.source_width,
         clip_crop=Crop(window.scaled_height, window.scaled_width, window.top, window.left),
@@ -280,7 +283,9 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
     assert content.shape == wanted.shape
     if isinstance(wanted, ConditioningNumbers):
         content[...] = _numbers(wanted).reshape(-1).view(np.uint8)
-    elif PurePath(wanted.media.path).suffix.lower() in IMAGE_SUFFIXES:
+    elif wanted.is_alpha and not _is_image(wanted.media):
+        content[...] = 255
+    elif _is_image(wanted.media):
         if wanted.kind == "video" and wanted.num_frames > 1:
             raise ClipError(
                 str(wanted.media),
@@ -288,6 +293,7 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
                 "is one for the whole clip",
             )
         over = "black" if wanted.kind == "mask" else "white"  # transparent: masked out
+        over = ALPHA if wanted.is_alpha else over
         content[...] = _fitted(wanted, read_image(wanted.media, over))[:, None]
     elif wanted.kind == "picture":
         with opened(wanted.media) as (container, stream):
@@ -298,6 +304,10 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
     else:
         _read_frames(wanted, content)
     return content
+
+
+def _is_image(media: Media) -> bool:
+    return PurePath(media.member or media.path).suffix.lower() in IMAGE_SUFFIXES
 
 
 def only_colour(media: Media) -> str | None:
@@ -314,7 +324,7 @@ def only_colour(media: Media) -> str | None:
 
 
 def _pictures(media: Media) -> Iterator[NDArray[np.uint8]]:
-    if PurePath(media.path).suffix.lower() in IMAGE_SUFFIXES:
+    if _is_image(media):
         yield read_image(media, "black")
         return
     with opened(media) as (container, stream):

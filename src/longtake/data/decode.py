@@ -31,6 +31,9 @@ from longtake.data.clip import MIRRORED, Footage, Item, Media, Timing, is_turned
 from longtake.data.workers import SILENCE_SECONDS, Task
 from longtake.errors import ClipError
 
+ALPHA = "alpha"
+"""In place of the colour below transparent pixels: the alpha channel itself is read."""
+
 
 def read_image(media: Media, over: str = "white") -> NDArray[np.uint8]:
     """Return the RGB pixels [H, W, 3] of an image; raises as `decode_image` does."""
@@ -41,7 +44,8 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
     """Decode an image to its RGB pixels [H, W, 3], its format and the mode it was stored in.
 
     Transparent pixels are laid over the colour `over`, 16-bit grey is scaled to 8 bits, colours are
-    taken as sRGB. JPEGs with further pictures inside (MPO) give the first.
+    taken as sRGB. JPEGs with further pictures inside (MPO) give the first. Over `ALPHA`, the
+    picture is that of the alpha channel, in grey.
 
     Raises:
         ClipError: the file is missing, damaged, too large, or has more than one picture.
@@ -79,6 +83,10 @@ def decode_image(media: Media, over: str = "white") -> tuple[NDArray[np.uint8], 
 
 
 def _image_rgb(image: Image.Image, over: str) -> Image.Image:
+    if over == ALPHA:
+        opaque = Image.new("L", image.size, 255)
+        has_alpha = image.has_transparency_data
+        return (image.convert("RGBA").getchannel("A") if has_alpha else opaque).convert("RGB")
     if image.mode.startswith("I;16"):
         grey = np.asarray(image).astype(np.uint32)
         # 65535 = 257 * 255, so this rounds 16-bit values to the nearest 8-bit one.

@@ -48,7 +48,16 @@ change of another key would be accepted."""
 _OF_CLIPS_ONLY = tuple(
     f"data.{name}"
     for name in (
-        *("catalog", "catalogs", "weights", "repeats", "trigger", "workers", "store"),
+        *(
+            "catalog",
+            "catalogs",
+            "weights",
+            "repeats",
+            "loss_weights",
+            "trigger",
+            "workers",
+            "store",
+        ),
         *("drift_limit", "on_drift", "on_change", "max_quarantined_clips", "retry_quarantined"),
         *("sample_timeout_seconds", "sample_memory_gib", "frame_cache_gib"),
     )

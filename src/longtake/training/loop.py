@@ -84,9 +84,14 @@ def train_steps(training: Training, ledger: Ledger) -> LoopExit:
         decision = decide(training, batch, losses, summary)
         learning_rate = 0.0
         if decision.applies_update:
+            weight = session.recipe.data.loss_weight(batch.source)
             with norms.track_update(state.optimizers):  # clip, optimizer, EMA
                 learning_rate = apply_update(
-                    session, state, summary.statistics.grad_norm, summary.scale, batch.position
+                    session,
+                    state,
+                    weight * summary.statistics.grad_norm,
+                    weight * summary.scale,
+                    batch.position,
                 )
         else:
             skip_update(state)

@@ -136,6 +136,7 @@ def updating(
     # is updated, as in an ordinary step.
     num_samples = int(batch.weights.sum())
     scale = batch.global_size / num_samples if num_samples else 0.0
+    scale *= session.recipe.data.loss_weight(batch.source)
     with updating_in_backward(state.optimizers, scale) as freed:
         yield
     norms.freed = freed
@@ -206,9 +207,10 @@ def apply_update(
     Args:
         session: recipe and ranks of this launch.
         state: training state; its step is increased by 1.
-        grad_norm: norm over all ranks of the gradient of the mean loss.
-        scale: factor that turns the accumulated gradients into those of the mean loss: the batch's
-            global size over the number of its samples that were trained.
+        grad_norm: norm over all ranks of the gradient, after it is multiplied by `scale`.
+        scale: factor that turns the accumulated gradients into those of the weighted mean loss: the
+            batch's global size over the number of its samples that were trained, times the weight
+            of its catalog (`data.loss_weights`).
         position: the batch's place in its stage, for learning rate schedules.
     """
     heartbeat.set_phase("optimizer")
