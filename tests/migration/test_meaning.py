@@ -220,6 +220,44 @@ def test_the_largest_size_and_the_sets_own_batch_are_written(tmp_path: Path) -> 
     assert _values(done)["data"]["auto_buckets"]["pixels"] == 768**2
 
 
+def test_weights_of_losses_are_those_of_their_sets(tmp_path: Path) -> None:
+    sets: list[dict[str, Any]] = [
+        {"folder_path": "/a", "is_reg": True, "loss_multiplier": 0.5, "resolution": 512},
+        {"folder_path": "/b", "resolution": 512},
+    ]
+    done = _ai_toolkit(tmp_path, datasets=sets, train={"reg_weight": 0.5})
+    assert _values(done)["data"]["loss_weights"] == {"a": 0.25}
+    clips = "[[datasets]]\nresolution = 512\n"
+    clips += '[[datasets.subsets]]\nimage_dir = "/a"\n'
+    clips += '[[datasets.subsets]]\nimage_dir = "/b"\nis_reg = true\n'
+    done = _sd_scripts(tmp_path, "--prior_loss_weight 0.3", clips)
+    assert _values(done)["data"]["loss_weights"] == {"b": 0.3}
+    assert "set data.repeats so" in _said(done, "is_reg")
+    concepts = [{"path": "/d", "name": "d", "loss_weight": 2}]
+    done = _onetrainer(tmp_path, concepts=concepts)
+    assert _values(done)["data"]["loss_weights"] == {"catalog": 2.0}
+
+
+def test_lines_of_texts_are_captions_where_the_trainer_takes_them_for_such(tmp_path: Path) -> None:
+    assert "longtake data index /d --caption-lines --out" in _onetrainer(tmp_path).commands[0]
+    (tmp_path / "config.json").write_text('{"model_family": "flux", "data_backend_config": "b"}')
+    for whole, option in ((False, " --caption-lines"), (True, "")):
+        sets = [{"instance_data_dir": "/d", "resolution": 512, "disable_multiline_split": whole}]
+        (tmp_path / "sets.json").write_text(json.dumps(sets))
+        files = [tmp_path / "config.json", tmp_path / "sets.json"]
+        done = migrate(files, tmp_path / "mine.toml", _ANSWERS)
+        assert done.commands[0] == f"longtake data index /d{option} --out catalogs/d.parquet"
+
+
+def test_the_alpha_of_pictures_is_a_mask(tmp_path: Path) -> None:
+    done = _ai_toolkit(
+        tmp_path, datasets=[{"folder_path": "/d", "resolution": 512, "alpha_mask": True}]
+    )
+    values = _values(done)
+    assert values["data"]["conditioning"] == {"mask": {"kind": "mask", "alpha": True}}
+    assert values["flow"]["loss_mask"] == "mask"
+
+
 def test_what_a_loss_or_clipping_lacks_is_said(tmp_path: Path) -> None:
     done = _sd_scripts(tmp_path, "--timestep_sampling shift --weighting_scheme sigma_sqrt")
     assert "sigma_sqrt has no equivalent" in _said(done, "flow.timestep_sampling")

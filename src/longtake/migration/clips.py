@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from longtake.migration.draft import Draft, default_of, show
+from longtake.migration.draft import ALPHA, Draft, default_of, show
 from longtake.migration.tables import refusal, shared
 from longtake.models import recognition
 
@@ -69,6 +69,11 @@ def set_clips(draft: Draft, name: str) -> None:
     repeats = {each.key: each.repeats for each in draft.clips if each.repeats != 1}
     if repeats:
         draft.set("data.repeats", repeats)
+    of_sets = draft.facts.get("regularisation_weight", 1)
+    for each in draft.clips:
+        each.loss_weight *= of_sets if each.is_regularisation else 1
+    if weights := {each.key: each.loss_weight for each in draft.clips if each.loss_weight != 1}:
+        draft.set("data.loss_weights", weights)
     captions = {each.key: dict(each.captions) for each in draft.clips if each.captions}
     for how in captions.values():
         if not how.get("shuffle_tags"):
@@ -89,7 +94,7 @@ def numbered(stem: str, number: int) -> str:
 
 
 def set_conditioning(draft: Draft, family: str, kind: recognition.Kind | None) -> None:
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, Any]] = {}
     if kind is not None and kind.task == "first frame":
         found["first"] = {"kind": "picture", "frame": "first"}
         if "last frame" in kind.title:
@@ -104,6 +109,8 @@ def set_conditioning(draft: Draft, family: str, kind: recognition.Kind | None) -
             continue
         given = [pattern for pattern in dict.fromkeys(patterns) if pattern is not None]
         found[name] = {"kind": "mask" if name == "mask" else "picture", "path": given[0]}
+        if given[0] == ALPHA:
+            found[name] = {"kind": "mask", "alpha": True}
         if len(set(patterns)) > 1:
             draft.decide(f"data.conditioning.{name}", "one_pattern")
     if "reference" not in found and kind is not None and kind.task == "edit":

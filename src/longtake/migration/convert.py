@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from longtake.migration.draft import Draft, show
+from longtake.migration.draft import ALPHA, Draft, show
 from longtake.migration.reading import plain
 from longtake.migration.tables import Row, shared
 
@@ -194,6 +194,11 @@ def say_only(draft: Draft, row: Row, key: str, value: Any) -> None:
     """Nothing is set; the row's note says what differs."""
 
 
+def loraplus(draft: Draft, row: Row, key: str, value: Any) -> None:
+    if float(value) != 1:
+        draft.set(row.to, [{"layers": ["*.lora_B.*"], "factor": float(value)}])
+
+
 def release(draft: Draft, row: Row, key: str, value: Any) -> None:
     """A release in diffusers' layout: a folder, or a repository's id."""
     if str(value).endswith((".safetensors", ".pth", ".pt", ".ckpt", ".gguf", ".sft", ".bin")):
@@ -222,6 +227,18 @@ def repeats(draft: Draft, row: Row, key: str, value: Any) -> None:
         draft.tell("differs", key, "repeats", value=f"{number:g}", number=whole)
 
 
+def loss_weight(draft: Draft, row: Row, key: str, value: Any) -> None:
+    draft.clips[-1].loss_weight = float(value)
+
+
+def whole_captions(draft: Draft, row: Row, key: str, value: Any) -> None:
+    draft.clips[-1].whole_captions = bool(value)
+
+
+def regularisation(draft: Draft, row: Row, key: str, value: Any) -> None:
+    draft.clips[-1].is_regularisation = bool(value)
+
+
 def captions(draft: Draft, row: Row, key: str, value: Any) -> None:
     draft.clips[-1].captions[row.to.rpartition(".")[2]] = value
 
@@ -240,6 +257,11 @@ def control(draft: Draft, row: Row, key: str, value: Any) -> None:
 
 def mask(draft: Draft, row: Row, key: str, value: Any) -> None:
     draft.clips[-1].conditioning["mask"] = str(value[0] if isinstance(value, list) else value)
+
+
+def alpha_mask(draft: Draft, row: Row, key: str, value: Any) -> None:
+    if value is True:
+        draft.clips[-1].conditioning.setdefault("mask", ALPHA)
 
 
 def size_of(value: Any) -> list[int]:

@@ -20,6 +20,10 @@ class Note(NamedTuple):
     text: str
 
 
+ALPHA = "{alpha}"
+"""In place of a folder of masks: the alpha channels of the pictures themselves."""
+
+
 @dataclass
 class ClipSet:
     """One set of clips of the configuration, which becomes a catalog."""
@@ -33,6 +37,11 @@ class ClipSet:
     is_kohya: bool = False
     """True if the folder holds folders such as `10_dog`."""
     repeats: int = 1
+    loss_weight: float = 1.0
+    whole_captions: bool = False
+    """True if the lines of a text are one caption, in a trainer that takes them for several."""
+    is_regularisation: bool = False
+    """True if the run's weight of regularisation sets counts for it."""
     captions: dict[str, Any] = field(default_factory=dict)
     """Keys of `data.captions.NAME`."""
     given: dict[str, Any] = field(default_factory=dict)

@@ -74,6 +74,8 @@ def _commands(draft: Draft, recipe: Path) -> Iterator[str]:
         if each.is_kohya:
             yield f"longtake data index {source} --kohya --out catalogs"
         else:
-            yield f"longtake data index {source} --out catalogs/{each.name}.parquet"
+            lines = draft.tool.caption_lines and not each.whole_captions
+            option = " --caption-lines" if lines else ""
+            yield f"longtake data index {source}{option} --out catalogs/{each.name}.parquet"
     for verb in ("plan", "train"):
         yield f"longtake {verb} {printable(shlex.quote(str(recipe)))}"

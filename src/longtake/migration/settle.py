@@ -356,6 +356,8 @@ def set_optimizer(draft: Draft) -> None:
     if "beta1" in facts or "beta2" in facts:
         usual = known.get("betas", [0.9, 0.999])
         values["optimizer.betas"] = [facts.get("beta1", usual[0]), facts.get("beta2", usual[1])]
+    if values.get("optimizer.kind") == "prodigy" and values.pop("optimizer.rules", None):
+        draft.tell("none", "optimizer.rules", "one_rate")
     for name in ("betas", "weight_decay"):
         key = f"optimizer.{name}"
         if key not in values and name in known:

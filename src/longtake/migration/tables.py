@@ -58,6 +58,8 @@ class Tool:
     run: Mapping[str, Row]
     clips: Mapping[str, Row]
     samples: Mapping[str, Row]
+    caption_lines: bool
+    """True if each line of a text file is a caption of its own, of which one is trained."""
     micro_steps: str
     """The fact by which steps are divided to be updates; empty: they are updates."""
     defaults: Mapping[str, Any]
@@ -90,6 +92,7 @@ def tool(name: str) -> Tool:
         for part in ("run", "clips", "samples")
     }
     empty: dict[str, Any] = {"releases": {}, "scripts": {}, "noise": {}, "micro_steps": ""}
+    empty["caption_lines"] = False
     return Tool(name=name, **{**empty, **values, **rows})
 
 
