@@ -4,8 +4,9 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import pytest
@@ -14,20 +15,26 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, get_peft_model
 from peft.utils import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 from tests.build import TINY_WAN, MakeRecipe, fill_lora
-from torch import Tensor
+from torch import Tensor, nn
 
 from longtake import config
 from longtake.config import Recipe
 from longtake.errors import ModelError, RecipeError
 from longtake.evaluation.export import Format, export
+from longtake.models.base import family
 from longtake.models.components import Components, assemble, outline
 from longtake.models.lora_files import load_lora, read_lora
 from longtake.models.lora_kinds import StoredLokr, StoredLora
-from longtake.models.trainable import adapter_layers, lora_layers, lora_state, plain_copy
+from longtake.models.trainable import (
+    adapter_layers,
+    lora_layers,
+    lora_state,
+    make_trainable,
+    plain_copy,
+)
 from longtake.models.wan import original_name
 from longtake.sampling.sampler import Sampler
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LORA = (*TINY_WAN, "trainable.kind=lora", "trainable.rank=4")
 
 
@@ -211,6 +218,7 @@ _FILES: dict[str, tuple[Callable[[], dict[str, Tensor]], int]] = {
     "loha without alpha": (lambda: _without(_loha(_TINY, _TINY), "alpha"), 9),
     "lokr": (lambda: _lokr((4, 4), (2, None), (6, 6)), 8),
     "lokr of another factor": (lambda: _lokr((2, 3), (2, None), (12, 8)), 4),
+    "lokr of factor 3": (lambda: _lokr((3, 3), (2, None), (8, 8)), 6),
     "lokr of low rank": (lambda: _lokr((4, 4), (2, 2), (6, 6)), 4),
     "lokr with a full second factor": (lambda: _lokr((12, 12), (None, 1), (2, 2)), 2),
     "lokr of two full matrices": (
@@ -262,6 +270,11 @@ def test_loha_and_lokr_become_lora_of_exactly_their_strength(
         ("lokr of two full matrices", 5, ""),
         ("lokr", 1, "trainable.rank = 2 or more"),
         ("lokr of two full matrices", 2, "trainable.rank = 3 or more"),
+        (
+            "lokr of factor 3",
+            2,
+            r"Set trainable.factor = 3 to train it as it is, or .*\"lora\" and .* = 6",
+        ),
         (
             "lokr of another factor",
             2,
@@ -356,60 +369,102 @@ def test_loha_and_lokr_of_peft_begin_at_the_strength_that_peft_merges(
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["lora", "split_qkv", "dora", "loha", "lokr"])
-def test_kohyas_fused_flux_layers_are_divided_at_their_strength(tmp_path: Path, kind: str) -> None:
-    width, ours = 16, "dora" if kind == "dora" else "lora"
-    recipe = config.load(
-        _ROOT / "examples" / "tiny_flux_module.toml",
-        (*_fused_flux(2, 8), f"trainable.kind={ours}", "trainable.rank=16"),
-    )
-    parts, stored, expected = assemble(recipe, ["a b"], None), dict[str, Tensor](), {}
-    double, single = "transformer_blocks.0.", "single_transformer_blocks.0."
-    for flat, front, names in (
-        ("double_blocks_0_img_attn_qkv", double, ("attn.to_q", "attn.to_k", "attn.to_v")),
-        ("double_blocks_0_txt_attn_qkv", double, tuple(f"attn.add_{n}_proj" for n in "qkv")),
-        ("double_blocks_0_img_attn_proj", double, ("attn.to_out.0",)),
-        ("single_blocks_0_linear1", single, (*(f"attn.to_{n}" for n in "qkv"), "proj_mlp")),
-    ):
-        layers = [parts.model.get_submodule(front + name) for name in names]
+_ATTENTION = {
+    "double_blocks_0_img_attn_qkv": tuple(f"attn.to_{n}" for n in "qkv"),
+    "double_blocks_0_txt_attn_qkv": tuple(f"attn.add_{n}_proj" for n in "qkv"),
+    "double_blocks_0_img_attn_proj": ("attn.to_out.0",),
+}
+_FUSED: dict[str, dict[str, tuple[str, ...]]] = {
+    "flux": {
+        **_ATTENTION,
+        "single_blocks_0_linear1": (*(f"attn.to_{n}" for n in "qkv"), "proj_mlp"),
+    },
+    "flux2": {
+        **_ATTENTION,
+        "double_blocks_0_txt_attn_proj": ("attn.to_add_out",),
+        "double_blocks_0_img_mlp_0": ("ff.linear_in",),
+        "double_blocks_0_img_mlp_2": ("ff.linear_out",),
+        "double_blocks_0_txt_mlp_0": ("ff_context.linear_in",),
+        "double_blocks_0_txt_mlp_2": ("ff_context.linear_out",),
+        "single_blocks_0_linear1": ("attn.to_qkv_mlp_proj",),
+        "single_blocks_0_linear2": ("attn.to_out",),
+    },
+}
+"""kohya's names, by family, with the layers that they join."""
+
+
+def _flux(name: str, kind: Literal["lora", "dora"]) -> nn.Module:
+    is_first = name == "flux"
+    make: Any = diffusers.FluxTransformer2DModel if is_first else diffusers.Flux2Transformer2DModel
+    sized = partial(make, num_layers=1, num_single_layers=1, in_channels=4, joint_attention_dim=8)
+    rope = (2, 3, 3) if is_first else (2, 2, 2, 2)
+    model: nn.Module = sized(num_attention_heads=2, attention_head_dim=8, axes_dims_rope=rope)
+    targets = ("*.attn.*", "*.proj_mlp" if is_first else "*.ff*")
+    section = config.TrainableSection(kind=kind, rank=16, targets=targets)
+    make_trainable(model, family(name), section, 4)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        *(("flux", kind) for kind in ("lora", "split_qkv", "dora", "loha", "lokr")),
+        *(("flux2", kind) for kind in ("lora", "dora")),
+    ],
+)
+def test_kohyas_fused_flux_layers_are_divided_at_their_strength(
+    tmp_path: Path, name: str, kind: str
+) -> None:
+    model = _flux(name, "dora" if kind == "dora" else "lora")
+    stored, expected = dict[str, Tensor](), {}
+    for flat, names in _FUSED[name].items():
+        front = f"{'single_' * flat.startswith('single')}transformer_blocks.0."
+        layers = [model.get_submodule(front + each) for each in names]
         weight = torch.cat([layer.get_parameter("base_layer.weight") for layer in layers])
-        rows = len(weight)
-        tensors = {
-            "loha": lambda rows=rows: _loha(rows, width),
-            "lokr": lambda rows=rows: _lokr((rows // 8, 2), (2, None), (8, 8)),
-        }.get(kind, lambda rows=rows: _lora(rows, width, rank=12))()
+        rows, width = weight.shape
+        if kind == "loha":
+            tensors = _loha(rows, width)
+        elif kind == "lokr":
+            tensors = _lokr((rows // 8, 2), (2, None), (8, 8))
+        else:
+            tensors = _lora(rows, width, rank=12)
         if kind == "split_qkv" and len(names) == 3:
-            each = torch.eye(3).repeat_interleave(width, 0).repeat_interleave(4, 1)
-            tensors["lora_up.weight"] *= each
+            own = torch.eye(3).repeat_interleave(width, 0).repeat_interleave(4, 1)
+            tensors["lora_up.weight"] *= own
         changed = weight + _lycoris_delta(tensors)
         if kind == "dora":
             tensors["dora_scale"] = torch.rand(rows, 1) + 0.5
             changed = tensors["dora_scale"] * changed / changed.norm(dim=1, keepdim=True)
         stored |= {f"lora_unet_{flat}.{key}": value for key, value in tensors.items()}
         heights = [len(layer.get_parameter("base_layer.weight")) for layer in layers]
-        for name, part in zip(names, torch.split(changed, heights), strict=True):
-            expected[front + name] = part
+        for each, part in zip(names, torch.split(changed, heights), strict=True):
+            expected[front + each] = part
     save_file(stored, tmp_path / "kohya.safetensors")
-    lora = read_lora(tmp_path / "kohya.safetensors", parts.model, parts.family)
-    load_lora(lora, parts.model)
-    plain = plain_copy(parts.model)
-    for name, part in expected.items():
-        torch.testing.assert_close(plain.get_submodule(name).weight.data, part)
+    lora = read_lora(tmp_path / "kohya.safetensors", model, family(name))
+    load_lora(lora, model)
+    plain = plain_copy(model)
+    for layer, part in expected.items():
+        torch.testing.assert_close(plain.get_submodule(layer).weight.data, part)
     if kind == "split_qkv":
-        assert lora[f"{double}attn.to_q"].rank == 4
-        assert lora[f"{single}attn.to_q"].rank == 12
+        assert lora["transformer_blocks.0.attn.to_q"].rank == 4
+        assert lora["single_transformer_blocks.0.attn.to_q"].rank == 12
 
 
-def _fused_flux(heads: int, head_dim: int) -> tuple[str, ...]:
-    axes = [head_dim // 4, 3 * head_dim // 8, 3 * head_dim // 8]
-    return (
-        "data.conditioning={}",
-        "model.family=flux",
-        "trainable={kind='lora', rank=4, targets=['*.attn.*', '*.proj_mlp']}",
-        "model.config={num_layers=1, num_single_layers=1, joint_attention_dim=64, "
-        f"num_attention_heads={heads}, attention_head_dim={head_dim}, axes_dims_rope={axes}, "
-        "pooled_projection_dim=32, guidance_embeds=true}",
-    )
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("diffusion_model.double_blocks.0.img_attn.qkv", "transformer_blocks.0.attn.to_k"),
+        ("transformer_blocks.0.attn.to_k", "transformer.transformer_blocks.0.attn.to_k"),
+    ],
+)
+def test_a_layer_that_a_file_has_twice_is_refused_by_name(
+    tmp_path: Path, names: tuple[str, str]
+) -> None:
+    rows = {name: 48 if "qkv" in name else 16 for name in names}
+    stored = {f"{n}.{key}": v for n in names for key, v in _lora(rows[n], 16, rank=2).items()}
+    save_file(stored, tmp_path / "twice.safetensors")
+    with pytest.raises(RecipeError, match=r"LoRA of transformer_blocks\.0\.attn\.to_k twice"):
+        read_lora(tmp_path / "twice.safetensors", _flux("flux", "lora"), family("flux"))
 
 
 def test_a_file_that_is_none_is_refused(small_recipe: MakeRecipe, tmp_path: Path) -> None:

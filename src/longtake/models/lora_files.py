@@ -6,6 +6,7 @@ name.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -131,7 +132,7 @@ def _read_layers(
 ) -> tuple["_LoraFile", dict[str, StoredLora | StoredLokr]]:
     file = _LoraFile(path, expert)
     names = dict(_names_of_layers(layers, family))
-    by_layer, unknown = _sort_by_layer(file.weights, names)
+    by_layer, unknown, twice = _sort_by_layer(file.weights, names)
     has_dora = any(name.endswith(".dora_scale") for name in file.weights)
     if unknown and len(file.weights) <= _MAX_CONVERTED and not has_dora:
         # diffusers' converters know more names; their result is taken only if it fits better. They
@@ -145,7 +146,7 @@ def _read_layers(
         if weights is not None:
             converted = _sort_by_layer(weights, names)
             if len(converted[1]) < len(unknown):
-                by_layer, unknown = converted
+                by_layer, unknown, twice = converted
     if unknown:
         fitting = sum(map(len, by_layer.values()))
         named = ", ".join(map(_shorten, unknown[:_MAX_NAMED]))
@@ -153,6 +154,11 @@ def _read_layers(
             f": {fitting} of its {fitting + len(unknown)} weights fit the layers that this recipe "
             f"gives LoRA; the first that do not: {named}. Is it of another model? If the layers "
             "are this model's, and the file is trainable.init_from, name them in trainable.targets."
+        )
+    if twice:
+        raise file.refusal(
+            f" has LoRA of {twice[0]} twice: under two names, or alone and within a layer that "
+            "joins several. Which of them counts is not known. Take a file that has it once."
         )
     if not by_layer:
         raise file.refusal(
@@ -421,9 +427,11 @@ class _LoraFile:
                 " and ".join("{} x {}".format(*each.shape) for each in factors)
                 for factors in (update.factors, own)
             )
+            fitting = _factor_of(update)
+            as_it_is = f"trainable.factor = {fitting} to train it as it is, or "
             raise self.refusal(
-                f": of {name} its LoKr has factors of {theirs}, and the layer's have {ours}. Train "
-                f"with the factor of the file, or as LoRA: {as_lora}."
+                f": of {name} its LoKr has factors of {theirs}, and the layer's have {ours}. Set "
+                f"{'' if fitting is None else as_it_is}{as_lora}."
             )
         for factor, mine in zip(update.factors, own, strict=True):
             if mine.right is not None and factor.rank > mine.rank:
@@ -440,6 +448,17 @@ _TITLES: Mapping[lora_kinds.Kind, str] = {"lora": "LoRA", "loha": "LoHa", "lokr"
 
 def _rank(update: Update) -> str:
     return f" and trainable.rank = {update.rank} or more"
+
+
+def _factor_of(update: Update) -> int | None:
+    """Return the trainable.factor with which a layer gets the factors of a file's LoKr, or None."""
+    from peft.tuners.lokr.layer import factorization
+
+    wanted = update.factors[0].shape
+    for factor in sorted(wanted, reverse=True):
+        if tuple(factorization(size, factor)[0] for size in update.shape) == wanted:
+            return factor
+    return None
 
 
 def _is_expected(name: str, value: object) -> bool:
@@ -498,15 +517,23 @@ def _under_prefixes(name: str) -> Iterator[str]:
 
 def _sort_by_layer(
     stored: Mapping[str, Tensor], names: Mapping[str, tuple[str, ...]]
-) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], list[str]]:
-    """Group a file's LoRA weights by layer and kind; also return names that fit no layer."""
+) -> tuple[dict[tuple[str, ...], dict[str, Tensor]], list[str], list[str]]:
+    """Group a file's LoRA weights by layer and kind.
+
+    Returns:
+        The weights, names in the file that fit no layer, and layers that the file has twice.
+    """
     by_layer: dict[tuple[str, ...], dict[str, Tensor]] = {}
-    unknown = []
+    unknown, twice = list[str](), list[str]()
     for key, value in stored.items():
         suffix = next((each for each in _SUFFIXES if key.endswith(each)), "")
         layer = names.get(key.removesuffix(suffix)) if suffix else None
         if layer is not None:
-            by_layer.setdefault(layer, {})[_SUFFIXES[suffix]] = value
+            parts = by_layer.setdefault(layer, {})
+            twice += layer[:1] if _SUFFIXES[suffix] in parts else ()
+            parts[_SUFFIXES[suffix]] = value
         elif not key.startswith(_OF_TEXT_ENCODERS):  # these are not trained here
             unknown.append(key)
-    return by_layer, unknown
+    counts = Counter(name for layers in by_layer for name in layers)
+    twice += [name for name, count in counts.items() if count > 1]
+    return by_layer, unknown, twice
