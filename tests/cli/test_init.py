@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from longtake.cli import init
@@ -388,20 +390,30 @@ def test_pictures_that_a_model_may_be_given_are_comments(tmp_path: Path) -> None
     assert given["last"] == {"kind": "picture", "frame": "last"}
 
 
-def test_one_file_takes_all_else_from_its_release(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "quantize"), [(torch.bfloat16, "none"), (torch.float8_e4m3fn, "fp8")]
+)
+def test_one_file_takes_all_else_from_its_release(
+    tmp_path: Path, dtype: torch.dtype, quantize: str
+) -> None:
+    """The recipe keeps the bits of its weights."""
     release, out = _release(tmp_path / "release", _WAN), tmp_path / "mine.toml"
-    _, recipe = _init(out, "model.safetensors", "--config-from", release)
-    assert (recipe.model.pretrained, recipe.model.config_from) == ("model.safetensors", release)
+    file = str(tmp_path / "model.safetensors")
+    save_file({"weight": torch.zeros(4, 4).to(dtype), "norm": torch.zeros(4)}, file)
+    _, recipe = _init(out, file, "--config-from", release)
+    assert (recipe.model.pretrained, recipe.model.config_from) == (file, release)
+    assert recipe.model.quantize == quantize
     assert (recipe.codec.pretrained, recipe.text.pretrained) == (release, release)
+    missing = _refusal(tmp_path / "other.toml", f"{tmp_path}/no.gguf", "--config-from", release)
+    assert "no.gguf cannot be read" in missing
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["model.safetensors"], "Name the release that it was made of"),
-        (["a/release", "--config-from", "a/release"], "is for one safetensors file"),
+        (["a/release", "--config-from", "a/release"], "is for one safetensors or GGUF file"),
         (["--config-from", "a/release"], "name the file"),
-        (["model.gguf"], "does not read the formats of GGUF"),
         (["model.ckpt"], "can run code that is in it"),
     ],
 )

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tests.build import (
     QUIET,
     Recipes,
@@ -17,8 +18,11 @@ from tests.build import (
     train_by,
     wait_until,
 )
+from tests.families import release_wan
+from tests.models.gguf_files import write_as_gguf
 
 from longtake.data.audit import audit
+from longtake.models.wan import original_name
 from longtake.run_dir import RunDirectory
 from longtake.training.train import train
 
@@ -51,6 +55,31 @@ def test_two_processes_train_the_adapters_that_one_trains(
     RunDirectory(together.out).metrics_path.unlink()
     assert train(together, QUIET).start_step == 6
     assert losses(together) == pytest.approx(losses(alone)[6:], rel=1e-2, abs=1e-2)
+
+
+@pytest.mark.drill
+def test_two_processes_read_their_shares_of_one_file(
+    small_recipe: Recipes, on_two_processes: list[str], tmp_path: Path
+) -> None:
+    """After a step of no length they hold what the file has, as one process would."""
+    release, file = tmp_path / "release", tmp_path / "model.gguf"
+    release_wan.make(release)
+    (weights,) = (release / "transformer").glob("*.safetensors")
+    names = {name: original_name(name) for name in load_file(weights)}
+    exact = write_as_gguf(file, {names[n]: value for n, value in load_file(weights).items()})
+    recipe = small_recipe(
+        "data.buckets=[{num_frames=5, height=32, width=32}]",
+        f"model={{family='wan', pretrained='{file}', config_from='{release}', config={{}}}}",
+        f"codec={{kind='autoencoder', pretrained='{release}'}}",
+        f"text={{kind='transformers', pretrained='{release}', max_tokens=32}}",
+        "trainable.kind=full",
+        "optimizer.learning_rate=1e-30",
+        "training.steps=1",
+        "parallel.strategy=shard",
+    )
+    train_by(on_two_processes, recipe)
+    expected = {name: exact[original] for name, original in names.items()}
+    torch.testing.assert_close(saved(recipe, 1, "model"), expected, rtol=0, atol=1e-29)
 
 
 @pytest.fixture

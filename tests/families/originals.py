@@ -5,6 +5,7 @@ Each is the inverse of a conversion, written from the names of the original file
 
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -161,6 +162,14 @@ def flux(weights: Weights) -> Weights:
     )
 
 
+def _hunyuan_video15(weights: Weights) -> Weights:
+    parts = ("attn.to_q", "attn.to_k", "attn.to_v")
+    joined = _joined(weights, r"refiner_blocks\.\d+\.{}\.", parts, "self_attn_qkv")
+    table = Path(__file__).with_name("hunyuan_video15_names.txt").read_text().splitlines()
+    pairs = (line.split("  ") for line in table)
+    return _renamed(_swapped(joined, "norm_out."), *((ours, theirs) for ours, theirs in pairs))
+
+
 ORIGINAL: Mapping[str, Callable[[Weights], Weights]] = {
     "WanTransformer3DModel": lambda weights: {
         wan.original_name(name): value for name, value in weights.items()
@@ -173,6 +182,7 @@ ORIGINAL: Mapping[str, Callable[[Weights], Weights]] = {
         weights, r"img_mlp\.{}\.", ("gate_layer", "proj"), "gate_up"
     ),
     "ZImageTransformer2DModel": _z_image,
+    "HunyuanVideo15Transformer3DModel": _hunyuan_video15,
     "Krea2Transformer2DModel": _krea2,
     "Flux2Transformer2DModel": _flux2,
 }

@@ -1,4 +1,4 @@
-"""One safetensors file as base: the weights of a release, in each layout, to the bit."""
+"""One safetensors or GGUF file as base: the weights of a release, in each layout, to the bit."""
 
 import json
 import re
@@ -15,6 +15,7 @@ from tests.families.originals import ORIGINAL, flux
 from tests.families.row import Row
 from tests.families.rows import ONE_OF_EACH, transformer_class
 from tests.families.tiny import Tiny
+from tests.models.gguf_files import write_as_gguf
 from tests.models.tiny import make_recipe
 from torch import Tensor, nn
 
@@ -22,7 +23,9 @@ from longtake.config import Recipe
 from longtake.errors import ModelError, RecipeError
 from longtake.models.components import Source, assemble, outline
 from longtake.models.quantized import QuantizedLinear
-from longtake.models.stored_weights import Rows, StoredTensor, find_in_one_file
+from longtake.models.review import review_model
+from longtake.models.stored_weights import Rows, StoredTensor, find_in_one_file, refuse_misfits
+from longtake.models.weight_files import quantized_again
 
 _ORIGINAL = [row for row in ONE_OF_EACH if transformer_class(row) in ORIGINAL]
 _WITH_JOINED = next(r for r in _ORIGINAL if transformer_class(r) == "ZImageTransformer2DModel")
@@ -107,8 +110,7 @@ def _scaled(weights: Mapping[str, Tensor], by: str) -> tuple[dict[str, Tensor], 
         exact[name] = stored[name].float() * scale
         stored[f"{layer}.{'scale_weight' if by == 'tensor' else 'weight_scale'}"] = scale
         if by == "row":
-            settings = json.dumps({"format": "float8_e4m3fn"}).encode()
-            stored[f"{layer}.comfy_quant"] = torch.tensor(list(settings), dtype=torch.uint8)
+            stored[f"{layer}.comfy_quant"] = _as_bytes({"format": "float8_e4m3fn"})
             stored[f"{layer}.input_scale"] = torch.ones(())
     if by == "tensor":
         stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
@@ -125,14 +127,92 @@ def test_fp8_weights_with_scales_keep_their_bits(
     expected = _loaded(_recipe(tiny, exact, tmp_path / "exact.safetensors"))
     recipe = _recipe(tiny, stored, tmp_path / "model.safetensors")
     _assert_equal(_loaded(recipe, "files"), expected.state_dict())
-    section = recipe.model.model_copy(update={"quantize": "fp8"})
-    lora = recipe.trainable.model_copy(update={"kind": "lora"})
-    model = _loaded(recipe.model_copy(update={"model": section, "trainable": lora}), "files")
-    layers = {n: each for n, each in model.named_modules() if isinstance(each, QuantizedLinear)}
-    assert layers
-    for name, layer in layers.items():
-        weight = expected.get_submodule(name.removesuffix(".base_layer")).weight
+    for name, layer in _quantised(recipe, "fp8").items():
+        weight = expected.get_submodule(name).weight
         torch.testing.assert_close(layer.weight, weight, rtol=0, atol=0)
+
+
+_H4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_int8_weights_of_comfyui_keep_their_bits_or_are_rotated_back(
+    is_rotated: bool, tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    """ConvRot's columns, in groups of 16, are read as the weights that they were."""
+    tiny, file = tiny_of(_WITH_JOINED), tmp_path / "model.safetensors"
+    stored, exact, layers = _original(tiny), _original(tiny), {}
+    plain: dict[str, object] = {"format": "int8_tensorwise"}
+    for name in [n for n in exact if re.search(r"layers|refiner", n) and exact[n].dim() == 2]:
+        layer, scale = name.removesuffix(".weight"), torch.full((len(exact[name]), 1), 2.0**-9)
+        stored[name] = (exact[name] / scale).round().clamp(-127, 127).to(torch.int8)
+        exact[name] = stored[name] * scale
+        settings = plain
+        if is_rotated and exact[name].shape[1] % 16 == 0:
+            settings = plain | {"convrot": True, "convrot_groupsize": 16}
+            rotation = torch.kron(_H4, _H4) / 4
+            exact[name] = (torch.unflatten(exact[name], 1, (-1, 16)) @ rotation.mT).flatten(1)
+        if is_rotated:
+            stored[f"{layer}.comfy_quant"] = _as_bytes(settings)
+        layers[layer], stored[f"{layer}.weight_scale"] = settings, scale
+    expected = _recipe(tiny, exact, tmp_path / "exact.safetensors")
+    recipe = _recipe(tiny, stored, file)
+    if not is_rotated:  # what files without comfy_quant have in their header
+        save_file(stored, file, {"_quantization_metadata": json.dumps({"layers": layers})})
+    weights = _loaded(expected).state_dict()
+    _assert_equal(_loaded(recipe, "files"), weights)
+    ours, theirs = _quantised(recipe, "int8"), _quantised(expected, "int8")
+    for name, found in ours.items():
+        if is_rotated and found.in_features % 16 == 0:
+            torch.testing.assert_close(found.stored(), theirs[name].stored(), rtol=0, atol=0)
+        else:
+            torch.testing.assert_close(found.weight, weights[f"{name}.weight"], rtol=0, atol=0)
+    assert quantized_again(file, "int8") == (["rotated I8"] if is_rotated else [])
+
+
+def _as_bytes(settings: object) -> Tensor:
+    return torch.tensor(list(json.dumps(settings).encode()), dtype=torch.uint8)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [r for r in _ORIGINAL if transformer_class(r)[:3] in ("Wan", "Flu", "ZIm")],
+    ids=transformer_class,
+)
+def test_a_gguf_file_is_dequantised_while_it_is_read(
+    row: Row, tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    """To what a safetensors file with the dequantised weights gives; quantised anew, as well."""
+    tiny = tiny_of(row)
+    exact = write_as_gguf(tmp_path / "model.gguf", _original(tiny))
+    expected = _recipe(tiny, exact, tmp_path / "exact.safetensors")
+    section = expected.model.model_copy(update={"pretrained": str(tmp_path / "model.gguf")})
+    recipe = expected.model_copy(update={"model": section})
+    _assert_equal(_loaded(recipe, "files"), _loaded(expected).state_dict())
+    ours, theirs = (_quantised(each, "int8") for each in (recipe, expected))
+    assert ours.keys() == theirs.keys()
+    for name, layer in ours.items():
+        torch.testing.assert_close(layer.stored(), theirs[name].stored(), rtol=0, atol=0)
+    told = review_model(outline(_with_lora(recipe, "int8")), _with_lora(recipe, "int8"))
+    assert any("model.gguf has weights in Q8_0, which" in each for each in told)
+
+
+def _with_lora(recipe: Recipe, quantize: str) -> Recipe:
+    section = recipe.model.model_copy(update={"quantize": quantize})
+    lora = recipe.trainable.model_copy(update={"kind": "lora"})
+    return recipe.model_copy(update={"model": section, "trainable": lora})
+
+
+def _quantised(recipe: Recipe, quantize: str) -> dict[str, QuantizedLinear]:
+    """The quantised layers of a model with LoRA, read from the recipe's file."""
+    named = _loaded(_with_lora(recipe, quantize), "files").named_modules()
+    layers = {
+        n.removesuffix(".base_layer"): each
+        for n, each in named
+        if isinstance(each, QuantizedLinear)
+    }
+    assert layers
+    return layers
 
 
 def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path) -> None:
@@ -158,9 +238,8 @@ def test_a_part_of_a_tensor_is_that_part_of_the_whole(tmp_path: Path) -> None:
                 torch.testing.assert_close(whole, by_row, rtol=0, atol=0)
 
 
-def _packed(settings: Mapping[str, str]) -> dict[str, Tensor]:
-    text = json.dumps(settings).encode()
-    return {"blocks.0.attn1.to_q.comfy_quant": torch.tensor(list(text), dtype=torch.uint8)}
+def _packed(settings: object) -> dict[str, Tensor]:
+    return {"blocks.0.attn1.to_q.comfy_quant": _as_bytes(settings)}
 
 
 _Q = "blocks.0.attn1.to_q.weight"
@@ -172,8 +251,13 @@ _Q = "blocks.0.attn1.to_q.weight"
         ({_Q: None}, f"lacks 1 of .* tensors, such as {_Q}"),
         ({"blocks.9.new": torch.ones(1)}, r"has 1 tensor too many, such as blocks\.9\.new"),
         ({_Q: torch.ones(2, 3)}, rf"1 tensor of another shape, such as {_Q} \(\[2, 3\] in place"),
-        ({_Q: torch.ones(2, 3, dtype=torch.int8)}, r"a format that longtake does not read \(I8\)"),
+        (
+            {_Q: torch.ones(2, 3, dtype=torch.int8)},
+            r"a format that longtake does not read \(I8 with",
+        ),
         (_packed({"format": "nvfp4"}), r"does not read \(nvfp4\)"),
+        (_packed({"convrot": True}), r"does not read \(columns rotated in groups of 256\)"),
+        (_packed([1]), r"cannot be read: .* Expected a safetensors"),
         ({"blocks.0.attn1.to_q.weight_scale": torch.ones(2, 2)}, r"a scale of the shape \[2, 2\]"),
     ],
 )
@@ -202,10 +286,8 @@ def test_a_recipe_names_a_file_and_its_release(keys: Mapping[str, str], message:
         make_recipe("wan", (1, 32, 32), model={"family": "wan", **keys})
 
 
-def test_an_original_layout_without_a_converter_is_refused(
-    tiny_of: Callable[[Row], Tiny], tmp_path: Path
-) -> None:
-    row = next(r for r in ONE_OF_EACH if transformer_class(r).startswith("HunyuanVideo15"))
-    recipe = _recipe(tiny_of(row), {"double_blocks.0": torch.ones(1)}, tmp_path / "m.safetensors")
-    with pytest.raises(ModelError, match="diffusers converts no other layout"):
-        outline(recipe)
+def test_an_original_layout_without_a_converter_is_refused(tmp_path: Path) -> None:
+    file, model = tmp_path / "m.safetensors", nn.Linear(2, 2)
+    save_file({"w": torch.ones(1)}, file)
+    with pytest.raises(ModelError, match="No other layout of a Linear is known"):
+        refuse_misfits(model, find_in_one_file(file, model), file, "a/release")

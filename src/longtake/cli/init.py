@@ -65,6 +65,7 @@ class Template:
     has_audio: bool = False
     advice: str = ""
     config_from: str = ""
+    quantize: str = ""
 
 
 @functools.cache
@@ -117,8 +118,8 @@ def _section_of(release: str, task: str | None, config_from: str | None) -> Mode
         )
     if config_from is not None and not is_one_file(release):
         raise errors.RecipeError(
-            f"--config-from {config_from} is for one safetensors file, and {release} is none. "
-            "Leave it out, or name the file."
+            f"--config-from {config_from} is for one safetensors or GGUF file, and {release} is "
+            "none. Leave it out, or name the file."
         )
     if task not in (None, "lora", "full"):
         raise errors.RecipeError(
@@ -139,7 +140,7 @@ def template_of_release(
         ModelError: `release` is not a release, or longtake does not train it.
         RecipeError: there is no template for the task.
     """
-    from longtake.models import base, experts
+    from longtake.models import base, experts, weight_files
 
     task = task and task.lower()
     for each in templates():
@@ -166,6 +167,7 @@ def template_of_release(
     release_checks.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
     needed, taken = family.inputs.names(section)
     two = experts.read_experts(section)
+    file = section.one_file()
     what = "all weights fine-tuned" if task == "full" else "fine-tuned with LoRA"
     if two is not None:
         what = f"the {two.trained}-noise expert, {what}"
@@ -189,6 +191,7 @@ def template_of_release(
         has_audio=family.inputs.has_audio,
         advice=kind.advice,
         config_from=config_from or "",
+        quantize="" if file is None else weight_files.proposed_quantization(file),
     )
 
 
@@ -355,7 +358,7 @@ def init(
         str | None,
         typer.Argument(
             help="The release to start from: a folder in diffusers' layout, or a repository; or "
-            "one safetensors file of a transformer, with --config-from."
+            "one safetensors or GGUF file of a transformer, with --config-from."
         ),
     ] = None,
     family: Annotated[
@@ -388,7 +391,7 @@ def init(
         str | None,
         typer.Option(
             show_default=False,
-            help="For one safetensors file: the release that it was made of, a folder or a "
+            help="For one safetensors or GGUF file: the release that it was made of, a folder or a "
             "repository.",
         ),
     ] = None,
@@ -437,7 +440,7 @@ def init(
         )
     elif config_from is not None:
         raise errors.RecipeError(
-            f"--config-from {config_from} is for one safetensors file: name the file."
+            f"--config-from {config_from} is for one safetensors or GGUF file: name the file."
         )
     elif family is not None:
         template = find_template(family, task, size)

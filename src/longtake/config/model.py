@@ -32,8 +32,8 @@ EXPERT_FOLDERS: Mapping[Expert, str] = {"high": "transformer", "low": "transform
 
 
 def is_one_file(where: str) -> bool:
-    """Return True if `pretrained` names one safetensors file of weights, and no release."""
-    return Path(where).suffix.lower() in (".safetensors", ".sft")
+    """Return True if `pretrained` names one file of weights, and no release."""
+    return Path(where).suffix.lower() in (".safetensors", ".sft", ".gguf")
 
 
 class ModelSection(Section):
@@ -44,8 +44,8 @@ class ModelSection(Section):
     `flux2`, `qwen_image`, `qwen_image_edit`, `qwen_image_edit_plus`, `qwen_image21`,
     `z_image`, `krea2`, `tubelet`, or your own Family, as `package.module:Class`."""
     pretrained: str | None = None
-    """Released model to start from, as a diffusers folder or repository id, or one safetensors file
-    of the transformer's weights; without it, random weights."""
+    """Released model to start from, as a diffusers folder or repository id, or one safetensors or
+    GGUF file of the transformer's weights; without it, random weights."""
     config_from: str | None = None
     """For a `pretrained` that is one file: the release that it was made of, as a diffusers folder
     or repository id. The configurations of transformer and scheduler are read from it."""
@@ -123,7 +123,7 @@ class ModelSection(Section):
         if self.config_from is not None and not is_file:
             raise ValueError(
                 f"model.config_from = {self.config_from} is for a model.pretrained that is one "
-                "safetensors file: name the file there, or leave model.config_from out"
+                "safetensors or GGUF file: name the file there, or leave model.config_from out"
             )
         return self
 

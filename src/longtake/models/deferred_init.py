@@ -33,6 +33,7 @@ from longtake.models.stored_weights import (
     find_in_one_file,
     refuse_misfits,
 )
+from longtake.models.weight_files import open_weights
 
 Weights = bool | Literal["later"]
 """Choice for the weights of a model to build: True with values, False on the meta device, `later`
@@ -227,10 +228,10 @@ def can_be_filled(
     stored: dict[str, tuple[int, ...]] = {}
     try:
         for file in {files[name].file for name in expected}:
-            with safe_open(file, framework="pt") as opened:
+            with open_weights(file) as opened:
                 held = [name for name in expected if files[name].file == file]
                 stored |= {name: files[name].shape_in(opened) for name in held}
-    except (OSError, SafetensorError):
+    except (OSError, ValueError, SafetensorError):
         return False
     return stored == expected
 
@@ -483,10 +484,10 @@ def read_into(targets: Mapping[str, Target], files: Mapping[str, StoredTensor]) 
 
     def read(file: Path, names: Sequence[str]) -> None:
         try:
-            with safe_open(file, framework="pt") as opened:
+            with open_weights(file) as opened:
                 for name in names:
                     _fill_from(targets[name], files[name], opened)
-        except (OSError, RuntimeError, SafetensorError) as error:
+        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
             raise ModelError(
                 f"{file} cannot be read: {error}. Download or copy it again."
             ) from error

@@ -30,17 +30,13 @@ _OBJECTIVE_FILES = (
     "model_index.json",
     "modular_model_index.json",
 )
-_INSTEAD_OF_FILES = {
-    ".gguf": "longtake does not read the formats of GGUF. Take the model's safetensors file, in "
-    "bf16 or fp8; model.quantize keeps frozen weights in fewer bits.",
-    **dict.fromkeys(
-        (".ckpt", ".pt", ".pth", ".bin"),
-        "Reading a file of this kind can run code that is in it, so that longtake reads "
-        "safetensors only. Take the model's safetensors file.",
-    ),
-}
+_INSTEAD_OF_FILES = dict.fromkeys(
+    (".ckpt", ".pt", ".pth", ".bin"),
+    "Reading a file of this kind can run code that is in it, so that longtake reads "
+    "safetensors and GGUF only. Take the model's safetensors file.",
+)
 """Advice for files of weights that are never read, by their ending."""
-_ONE_FILE = (".safetensors", ".sft", *_INSTEAD_OF_FILES)
+_ONE_FILE = (".safetensors", ".sft", ".gguf", *_INSTEAD_OF_FILES)
 _is_fetched: ContextVar[bool] = ContextVar("is_fetched", default=False)
 
 
@@ -257,7 +253,7 @@ def locate(where: str, subfolder: str, files: str = "*") -> Path:
             other = (
                 f"longtake loads folders in diffusers' layout, with {subfolder}/config.json and "
                 "weights beside it: name such a folder or a repository id. Of a transformer one "
-                "safetensors file is enough as model.pretrained, with its release in "
+                "safetensors or GGUF file is enough as model.pretrained, with its release in "
                 "model.config_from (init: --config-from)."
             )
             advice = _INSTEAD_OF_FILES.get(folder.suffix.lower(), other)

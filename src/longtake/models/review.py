@@ -9,6 +9,7 @@ from longtake.models import trainable
 from longtake.models.base import latent_shape
 from longtake.models.components import Components
 from longtake.models.recipe_checks import trained_shapes
+from longtake.models.weight_files import quantized_again
 
 _FEW = 0.01
 _LEAST_NOISE = 0.5
@@ -34,6 +35,13 @@ def review_model(
             "what it can learn is of no use to a trained model, and it learns nothing where the "
             "model's last layer begins at 0. Name a release in model.pretrained, begin with the "
             'weights of a run (--from), or train all (trainable.kind = "full").'
+        )
+    file, kind = recipe.model.one_file(), recipe.model.quantize
+    if kind != "none" and file is not None and (formats := quantized_again(file, kind)):
+        warnings.append(
+            f"{file} has weights in {', '.join(formats)}, which layers of model.quantize = "
+            f'"{kind}" do not hold as they are: they are dequantised when they are read, and '
+            "quantised again, which rounds them twice. Of a file in bf16 they are rounded once."
         )
     steps = settings.num_inference_steps or parts.defaults.num_inference_steps
     terminal = parts.shift_rule(settings.shift).terminal

@@ -1,35 +1,29 @@
-"""Finds a transformer's weights in safetensors files: in a release's, or in one of another layout.
+"""Finds a transformer's weights in files: in a release's, or in one file of another layout.
 
 Such one file has the names of the model's own authors or of ComfyUI, joined projections, and maybe
-weights in 8 bits with scales. diffusers' converters rename, split and reorder its tensors. They are
-run once, on tensors whose rows are numbered in place of weights, which tells where in the file each
+weights in fewer bits. diffusers' converters rename, split and reorder its tensors. They are run
+once, on tensors whose rows are numbered in place of weights, which tells where in the file each
 row of the model is: nothing but a rank's share is read later.
 """
 
 import importlib
-import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from longtake import fsio
 from longtake.errors import ModelError
 from longtake.formatting import plural, printable
+from longtake.models.original_names import converter_of
+from longtake.models.weight_files import PREFIXES, open_weights, read_weights
 
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.")
-"""Beginnings of the transformer's names in ComfyUI's files; other names are of other parts then."""
-_SCALES = (".scale_weight", ".weight_scale")  # of ComfyUI, and of later files
-_NOT_WEIGHTS = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
-"""Endings of names that say how a file is to be multiplied, which changes none of its weights."""
-_FORMATS = ("float8_e4m3fn", "float8_e5m2")
 _LATER_NAMES = {"prompt_adaln_single.": "prompt_adaln."}
 """Names of LTX-2.3 that diffusers' converter of LTX-2 leaves as they are."""
-_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # as safetensors names them
 
 
 class Rows(NamedTuple):
@@ -41,6 +35,8 @@ class Rows(NamedTuple):
     """None: the whole tensor, which may have no rows at all."""
     scale: str = ""
     """Name of the tensor by which values in 8 bits are multiplied; one number, or one a row."""
+    group: int = 0
+    """Number of columns that are rotated together; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +57,25 @@ class StoredTensor:
     def read(self, opened: Any, part: tuple[slice, ...] | None = None) -> Tensor:
         """Read the tensor, or a part of it; values in 8 bits with a scale become fp32."""
         if len(self.rows) == 1 and not self.is_reshaped:
-            return _multiplied(*_read(opened, self.rows[0], part))
-        whole = torch.cat([_multiplied(*_read(opened, each)) for each in self.rows])
+            return _read_exact(opened, self.rows[0], part)
+        whole = torch.cat([_read_exact(opened, each) for each in self.rows])
         if self.is_reshaped and self.shape is not None:
             whole = whole.view(self.shape)
         return whole if part is None else whole[part]
 
     def read_codes(self, opened: Any) -> tuple[Tensor, Tensor] | None:
-        """Read a matrix in 8 bits as codes, and scales [rows, 1]; None if it has no scales."""
-        if not all(each.scale for each in self.rows):
+        """Read a matrix in 8 bits as codes, and scales [rows, 1], which are 1 for plain fp8.
+
+        None if it is not in 8 bits, or rotated.
+        """
+        is_in_8_bits = all(
+            each.scale or opened.get_slice(each.key).get_dtype() == "F8_E4M3" for each in self.rows
+        )
+        if not is_in_8_bits or any(each.group for each in self.rows):
             return None
         read = [_read(opened, each) for each in self.rows]
-        scales = [scale.expand(len(codes), 1) for codes, scale in read if scale is not None]
+        one = torch.ones(1, 1)
+        scales = [(one if scale is None else scale).expand(len(codes), 1) for codes, scale in read]
         return torch.cat([codes for codes, _ in read]), torch.cat(scales)
 
 
@@ -91,8 +94,29 @@ def _read(
     return values, scale if len(scale) == 1 or index is ... else scale[index[0]]
 
 
-def _multiplied(values: Tensor, scale: Tensor | None) -> Tensor:
-    return values if scale is None else values.float() * scale
+def _read_exact(opened: Any, rows: Rows, part: tuple[slice, ...] | None = None) -> Tensor:
+    """Read values of rows; those in 8 bits with a scale become fp32."""
+    if rows.group and part is not None:  # of a rotation all columns are needed
+        return _read_exact(opened, rows, part[:1])[:, *part[1:]]
+    values, scale = _read(opened, rows, part)
+    if scale is not None:
+        values = values.float() * scale
+    if not rows.group:
+        return values
+    groups = torch.unflatten(values.float(), 1, (-1, rows.group)) @ _rotation(rows.group)
+    return groups.flatten(1)
+
+
+@cache
+def _rotation(size: int) -> Tensor:
+    """Return ConvRot's rotation: the regular Hadamard matrix of a size that is a power of 4.
+
+    It is symmetric and orthogonal, and so its own inverse.
+    """
+    matrix = seed = 1 - 2 * torch.eye(4).flip(0)
+    while len(matrix) < size:
+        matrix = torch.kron(matrix, seed)
+    return matrix / math.sqrt(size)
 
 
 def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
@@ -103,13 +127,13 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
     Raises:
         ModelError: the file cannot be read, or has weights in a format that longtake does not know.
     """
-    shapes, scales = _weights_of(file)
-    prefix = next((each for each in _PREFIXES if any(k.startswith(each) for k in shapes)), "")
-    keys = {key.removeprefix(prefix): key for key in shapes if key.startswith(prefix)}
+    weights = read_weights(file)
+    prefix = next((each for each in PREFIXES if any(k.startswith(each) for k in weights)), "")
+    keys = {key.removeprefix(prefix): key for key in weights if key.startswith(prefix)}
 
     def in_file(rows: Rows) -> Rows:
         key = keys[rows.key]
-        return rows._replace(key=key, scale=scales.get(key, ""))
+        return rows._replace(key=key, scale=weights[key].scale, group=weights[key].group)
 
     found = {name: StoredTensor(file, (in_file(Rows(name)),)) for name in keys}
     expected = model.state_dict().keys()
@@ -117,7 +141,8 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
     if found.keys() == expected or convert is None:
         return found
     try:
-        converted = _converted(file, {name: shapes[key] for name, key in keys.items()}, convert)
+        shapes = {name: weights[key].shape for name, key in keys.items()}
+        converted = _converted(file, shapes, convert)
     except Exception:  # of a file in no layout that it knows, a converter raises anything
         return found
     if len(expected - converted.keys()) >= len(expected - found.keys()):
@@ -138,7 +163,7 @@ def refuse_misfits(
     """
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     missing, more = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
-    with safe_open(file, "pt") as opened:
+    with open_weights(file) as opened:
         shapes = {name: found[name].shape_in(opened) for name in expected.keys() & found.keys()}
     other = [name for name in sorted(shapes) if shapes[name] != expected[name]]
     name, title = f"model.pretrained {file}", type(model).__name__
@@ -155,7 +180,7 @@ def refuse_misfits(
     known = (
         ""
         if _converter(type(model))
-        else (f" diffusers converts no other layout of a {title}: the file must have its names.")
+        else (f" No other layout of a {title} is known: the file must have diffusers' names.")
     )
     raise ModelError(
         f"{name} does not fit the {title} of {release}: it {'; it '.join(problems)}.{known} Set "
@@ -163,59 +188,13 @@ def refuse_misfits(
     )
 
 
-def _weights_of(file: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
-    """Read the shapes of a file's weights, and the names of the scales of those in 8 bits."""
-    shapes = dict[str, tuple[int, ...]]()
-    try:
-        fsio.open_regular(file).close()  # a named pipe would make safetensors wait forever
-        with safe_open(file, "pt") as opened:
-            names = set(opened.keys())
-            scale_of = {
-                f"{name.removesuffix(ending)}.weight": name
-                for name in names
-                for ending in _SCALES
-                if name.endswith(ending)
-            }
-            for name in sorted(names - set(scale_of.values())):
-                stored = opened.get_slice(name)
-                if name.endswith(".comfy_quant"):
-                    settings = bytes(opened.get_tensor(name).tolist())
-                    if (kind := json.loads(settings).get("format")) not in _FORMATS:
-                        raise _unknown_format(file, name, printable(str(kind)))
-                if name.endswith(_NOT_WEIGHTS):
-                    continue
-                shapes[name] = tuple(stored.get_shape())
-                if stored.get_dtype() not in _DTYPES:
-                    raise _unknown_format(file, name, stored.get_dtype())
-            for name, scale in scale_of.items():
-                given = tuple(opened.get_slice(scale).get_shape())
-                if name in shapes and given not in (
-                    (),
-                    (1,),
-                    shapes[name][:1],
-                    (shapes[name][0], 1),
-                ):
-                    raise _unknown_format(file, scale, f"a scale of the shape {list(given)}")
-    except (OSError, SafetensorError, ValueError) as error:
-        raise ModelError(
-            f"model.pretrained {file} cannot be read: {error}. Expected a safetensors file."
-        ) from error
-    return shapes, scale_of
-
-
-def _unknown_format(file: Path, name: str, what: str) -> ModelError:
-    return ModelError(
-        f"{file}: {name} is of a format that longtake does not read ({what}). Take the model's "
-        "file in bf16, fp16, fp32, or in fp8 with one scale for each tensor or row; model.quantize "
-        "keeps frozen weights in fewer bits."
-    )
-
-
 def _converter(model_class: type) -> Callable[..., dict[str, Tensor]] | None:
-    """Return diffusers' converter of the original layout of a class; None if it has none."""
+    """Return a converter of a class's original layout, diffusers' or ours; None without one."""
     known = importlib.import_module("diffusers.loaders.single_file_model")
-    rows = (known.SINGLE_FILE_LOADABLE_CLASSES.get(each.__name__) for each in model_class.__mro__)
-    return next((row["checkpoint_mapping_fn"] for row in rows if row is not None), None)
+    names = [each.__name__ for each in model_class.__mro__]
+    rows = (known.SINGLE_FILE_LOADABLE_CLASSES.get(name) for name in names)
+    theirs = (row["checkpoint_mapping_fn"] for row in rows if row is not None)
+    return next(theirs, next(filter(None, map(converter_of, names)), None))
 
 
 def _converted(

@@ -22,7 +22,7 @@ Facts = dict[tuple[Group, str], str]
 
 ABSENT = "absent"
 _CODE = "longtake's code"
-_READ_SUFFIXES = (".safetensors", ".bin", ".json", ".model", ".txt")
+_READ_SUFFIXES = (".safetensors", ".gguf", ".bin", ".json", ".model", ".txt")
 _HEAD_BYTES, _SAMPLE_BYTES, _NUM_SAMPLES = 2**20, 2**12, 256
 _MAY_BE_SECRET = ("watch.hook",)  # only its digest leaves the node
 _MAX_NAMED = 6
