@@ -17,7 +17,7 @@ from tests.sampling.build import sample_latents
 from typer.testing import CliRunner
 
 from longtake.cli.app import app
-from longtake.config import Recipe
+from longtake.config import Recipe, SamplingSection
 from longtake.errors import LongtakeError, ModelError, RecipeError
 from longtake.evaluation.evaluator import SampleEvaluator
 from longtake.evaluation.options import ServerReport
@@ -159,6 +159,11 @@ def test_a_pair_is_sampled_and_exported_as_diffusers_does(
         assert keys <= loaded
     adapted = _step(released, noise)
     assert (adapted - merged).norm() <= 1e-5 * merged.norm()
+    # The same files as adapters for samples, of a run that has not begun to train.
+    file = tmp_path / "out" / "pytorch_lora_weights.safetensors"
+    sampling = SamplingSection(adapter=file, adapter_2=file.with_name(_LORA_2))
+    begun = load_sampler(low, step=0, ema=False, device="cpu", sampling=sampling)
+    assert (_sampled(begun) - theirs).norm() <= 1e-5 * theirs.norm()
 
 
 def test_samples_in_training_are_those_of_both_experts(runs: tuple[Path, Path]) -> None:

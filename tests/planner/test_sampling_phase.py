@@ -1,13 +1,16 @@
 """Predicted memory and time of sampling between two steps, against the real ones."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from tests.build import TINY_WAN, MakeRecipe, hold_weights
 
 from longtake.config import Recipe
 from longtake.models.components import assemble
+from longtake.models.frozen_adapter import attach_adapters
 from longtake.planner.activation_checkpointing import options_of
 from longtake.planner.block_weights import weight_costs
 from longtake.planner.devices import DeviceBudget, device_budget, device_named
@@ -52,7 +55,31 @@ def test_the_memory_of_the_phase_is_what_sampling_takes(
 ) -> None:
     """Frozen weights are held as the training holds them."""
     held = ("trainable={kind='lora', rank=2}", _THREE_BLOCKS) if weights else ()
-    recipe = small_recipe(*_WAN, _PRESET.format(settings), *held)
+    _assert_foreseen(small_recipe(*_WAN, _PRESET.format(settings), *held), weights)
+
+
+def test_an_adapter_for_samples_is_foreseen(small_recipe: MakeRecipe, tmp_path: Path) -> None:
+    """Its weights stay in training, and its products are in samples alone."""
+    file, lora = tmp_path / "adapter.safetensors", dict[str, torch.Tensor]()
+    for name in (f"blocks.{n}.ffn.net.2" for n in range(2)):
+        lora |= {f"{name}.lora_A.weight": torch.zeros(64, 256)}
+        lora |= {f"{name}.lora_B.weight": torch.zeros(128, 64)}
+    save_file(lora, file)
+    settings = _PRESET.format("guidance_scale=4.0")
+    plain = small_recipe(*_WAN, settings)
+    recipe = small_recipe(*_WAN, settings, f"sampling.adapter={file}")
+    found, before = (_assert_foreseen(each, ()) for each in (recipe, plain))
+    num_bytes = sum(each.nbytes for each in lora.values())
+    assert found.weight_bytes - before.weight_bytes == num_bytes
+    assert found.seconds > before.seconds
+    off = recipe.model_copy(
+        update={"sampling": recipe.sampling.model_copy(update={"adapter_strength": 0.0})}
+    )
+    assert _sampling(off, device_budget(off, "cpu")).seconds == before.seconds
+
+
+def _assert_foreseen(recipe: Recipe, weights: tuple[BlockWeights, ...]) -> PhaseForecast:
+    """Compare the forecast of sampling with what it takes, and return it."""
     device = device_budget(recipe, "cpu")
     step = outline_step(recipe, device)
     options = {
@@ -68,6 +95,7 @@ def test_the_memory_of_the_phase_is_what_sampling_takes(
     assert phases["step"].weight_bytes == found.weight_bytes
 
     parts = assemble(recipe, ["a", "b"], None)
+    attach_adapters(recipe, parts.model, parts.family, _CPU)
     parts.model.eval()
     hold_weights(dict(zip(options, parts.family.blocks(parts.model), strict=True)), options)
     (preset,) = training_presets(recipe, RunDirectory(recipe.out))
@@ -77,6 +105,7 @@ def test_the_memory_of_the_phase_is_what_sampling_takes(
         sampler.sample(preset.requests(), preset.settings, preset.bucket)
     predicted = found.peak_bytes - found.weight_bytes
     assert predicted == pytest.approx(taken.peak_bytes, rel=0.01)
+    return found
 
 
 def test_a_gpu_too_small_for_the_model_streams_it_to_sample_it(small_recipe: MakeRecipe) -> None:

@@ -465,6 +465,7 @@ def sample_options(settings: Mapping[str, Any], weights: str, recipe: Recipe | N
         "width": "width",
         "fps": "fps",
         "negative_prompt": "negative",
+        "adapter_strength": "adapter-strength",
         "other_expert": "other-expert",
     }
     options = [

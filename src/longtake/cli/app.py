@@ -174,6 +174,12 @@ def sample(
         str | None,
         typer.Option("--negative", help="What guidance moves away from [default: the recipe's]."),
     ] = None,
+    adapter: Annotated[
+        Path | None, typer.Option(help="A LoRA file for samples alone [default: the recipe's].")
+    ] = None,
+    adapter_strength: Annotated[
+        float | None, typer.Option(help="Strength of --adapter; 0: none [default: the recipe's].")
+    ] = None,
     conditioning: Annotated[
         list[str] | None,
         typer.Option(
@@ -209,6 +215,8 @@ def sample(
             shift=shift,
             fps=fps,
             negative_prompt=negative_prompt,
+            adapter=adapter,
+            adapter_strength=adapter_strength,
         )
         enter("loading the model")
         sampler = load_sampler(
@@ -218,6 +226,7 @@ def sample(
             profile=profile,
             device=device,
             trust=trust,
+            sampling=settings,
             other_expert=other_expert,
         )
     written = write_samples(

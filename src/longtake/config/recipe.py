@@ -161,6 +161,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _second_adapter_has_an_expert(self) -> Self:
+        if self.sampling.adapter_2 is not None and self.model.expert is None:
+            raise ValueError(
+                "sampling.adapter_2 is for the low-noise expert of a release with two "
+                "transformers, and model.expert is unset: leave it out, or set model.expert"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _loss_mask_is_there(self) -> Self:
         name, known = self.flow.loss_mask, self.data.conditioning
         if name is None and self.flow.loss_mask_floor:

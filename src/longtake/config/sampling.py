@@ -1,9 +1,11 @@
 """Recipe keys of sampling and evaluation."""
 
+from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
+from longtake.config.model import Expert
 from longtake.config.values import (
     MAX_BATCH,
     MAX_GUIDANCE,
@@ -39,6 +41,14 @@ class SamplingSection(Section):
     other_expert: FilePath | None = None
     """The run, or a checkpoint of it, that trained the release's other transformer (see
     `model.expert`); of a run, the newest checkpoint is used. Unset: the release's weights."""
+    adapter: FilePath | None = None
+    """A LoRA file, under the names of any tool, that the model has in samples alone, such as one
+    for few steps: neither in training nor in held-out losses or exports."""
+    adapter_2: FilePath | None = None
+    """Such a file for the low-noise expert of a release with two transformers; unset:
+    `adapter`."""
+    adapter_strength: float = Field(1.0, ge=0, le=10)
+    """Factor on the strength of `adapter`; 0: samples are made without it."""
     shift: Shift | None = None
     """Shift of the sigmas that the solver visits, like `flow.shift`; unset: `release`."""
     negative_prompt: str = ""
@@ -76,7 +86,22 @@ class SamplingSection(Section):
                 f"sampling.presets names {', '.join(self.presets)}, but sampling.every is unset, "
                 "so nothing is sampled in training; set sampling.every, such as 500"
             )
+        if self.adapter_strength != 1 and not self.adapters():
+            raise ValueError(
+                f"sampling.adapter_strength is {self.adapter_strength:g}, but sampling.adapter, "
+                "which it is the strength of, is unset; name its LoRA file, or leave the strength "
+                "out"
+            )
         return self
+
+    def adapters(self) -> dict[str, Path]:
+        """Return the adapters' files by their keys in a recipe."""
+        files = {"sampling.adapter": self.adapter, "sampling.adapter_2": self.adapter_2}
+        return {key: file for key, file in files.items() if file is not None}
+
+    def adapter_of(self, expert: Expert | None) -> Path | None:
+        """Return the adapter's file for one of a release's two transformers, or its only one."""
+        return (self.adapter_2 or self.adapter) if expert == "low" else self.adapter
 
     @property
     def in_training(self) -> bool:
@@ -98,6 +123,7 @@ class _VideoSection(Section):
     num_inference_steps: int | None = Field(None, gt=0, le=10_000)
     guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     guidance_scale_2: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
+    adapter_strength: float | None = Field(None, ge=0, le=10)
     shift: Shift | None = None
     negative_prompt: str | None = None
     """Negative prompt, like `sampling.negative_prompt`."""

@@ -198,6 +198,7 @@ class CheckpointEvaluator:
         trust: bool = False,
     ) -> None:
         self._trust, self._device, self._report = trust, device, report
+        self._recipe_of = recipe_of
         self._evaluate, self._on_device = SampleEvaluator(server, report, recipe_of), on_device
         self._loader: SamplerLoader | None = None
         self._recipe_read: fsio.FileVersion | None = None
@@ -231,7 +232,8 @@ class CheckpointEvaluator:
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             # Both are freed before the next model is loaded: two may not fit into memory.
             self._loader, self._loaded, self._recipe_read = None, None, recipe
-            self._loader = SamplerLoader(run, self._device, trust=self._trust)
+            sampling = self._recipe_of(run).sampling
+            self._loader = SamplerLoader(run, self._device, trust=self._trust, sampling=sampling)
             if self._loader.why_device:
                 self._report.say(self._loader.why_device)
             # Once only: every further call would lower the priority of the process again.

@@ -117,20 +117,27 @@ def read_lora(
 
 
 def read_adapter(
-    path: Path, layers: Mapping[str, nn.Linear], family: Family, expert: Expert | None = None
+    path: Path, layers: Mapping[str, nn.Linear], family: Family, expert: Expert | None, key: str
 ) -> dict[str, StoredLora]:
-    """Read the LoRA of a file, of any rank, for linear layers by their names (see `read_lora`)."""
-    file, lora = _read_layers(path, layers, family, expert)
+    """Read the LoRA of a file, of any rank, for linear layers by their names (see `read_lora`).
+
+    `key` is the recipe's key that names the file.
+    """
+    file, lora = _read_layers(path, layers, family, expert, key)
     complete = {name: each for name, each in lora.items() if isinstance(each, StoredLora)}
     if any(each.magnitude is not None for each in complete.values()):
-        raise file.refusal(" holds DoRA, which an adapter for training alone cannot be.")
+        raise file.refusal(" holds DoRA, which a frozen adapter cannot be.")
     return complete
 
 
 def _read_layers(
-    path: Path, layers: Mapping[str, Any], family: Family, expert: Expert | None
+    path: Path,
+    layers: Mapping[str, Any],
+    family: Family,
+    expert: Expert | None,
+    key: str = "trainable.init_from",
 ) -> tuple["_LoraFile", dict[str, StoredLora | StoredLokr]]:
-    file = _LoraFile(path, expert)
+    file = _LoraFile(path, expert, key)
     names = dict(_names_of_layers(layers, family))
     by_layer, unknown, twice = _sort_by_layer(file.weights, names)
     has_dora = any(name.endswith(".dora_scale") for name in file.weights)
@@ -150,10 +157,12 @@ def _read_layers(
     if unknown:
         fitting = sum(map(len, by_layer.values()))
         named = ", ".join(map(_shorten, unknown[:_MAX_NAMED]))
+        is_start = key == "trainable.init_from"
+        advice = " If the layers are this model's, name them in trainable.targets."
         raise file.refusal(
             f": {fitting} of its {fitting + len(unknown)} weights fit the layers that this recipe "
-            f"gives LoRA; the first that do not: {named}. Is it of another model? If the layers "
-            "are this model's, and the file is trainable.init_from, name them in trainable.targets."
+            f"gives LoRA; the first that do not: {named}. Is it of another model?"
+            f"{advice if is_start else ''}"
         )
     if twice:
         raise file.refusal(
@@ -186,8 +195,8 @@ def load_lora(lora: Mapping[str, StoredLora | StoredLokr], model: nn.Module) -> 
 class _LoraFile:
     """Weights and settings of a LoRA file; of one for both transformers, the trained one's."""
 
-    def __init__(self, path: Path, expert: Expert | None) -> None:
-        self.path = path
+    def __init__(self, path: Path, expert: Expert | None, key: str) -> None:
+        self.path, self._name = path, f"{key} {path}"
         try:
             fsio.open_regular(path).close()  # a named pipe would make safetensors wait forever
             with safe_open(path, "pt") as file:
@@ -195,8 +204,8 @@ class _LoraFile:
                 self.header: dict[str, str] = file.metadata() or {}
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"trainable.init_from {path} cannot be read: {first_line(error)}. Expected a "
-                "safetensors file with LoRA."
+                f"{self._name} cannot be read: {first_line(error)}. Expected a safetensors file "
+                "with LoRA."
             ) from error
         folder = "transformer"
         # ai-toolkit's one file for both has transformer_1 for the high-noise expert.
@@ -210,7 +219,7 @@ class _LoraFile:
 
     def refusal(self, text: str) -> RecipeError:
         """Return an error about this LoRA file, which it names."""
-        return RecipeError(f"trainable.init_from {self.path}{text}")
+        return RecipeError(f"{self._name}{text}")
 
     def _select_expert(self, expert: Expert | None) -> str:
         """Keep the LoRA weights of one transformer of a release, renamed; return its folder.
@@ -245,9 +254,8 @@ class _LoraFile:
         except RecordError as error:
             where = f"in {beside}" if saved is None else "in its header (lora_adapter_metadata)"
             raise ModelError(
-                f"trainable.init_from {self.path}: its settings {where} cannot be read: "
-                f'{first_line(error)}. Expected JSON such as {{"lora_alpha": 16}}; without it the '
-                "strength is not known."
+                f"{self._name}: its settings {where} cannot be read: {first_line(error)}. Expected "
+                'JSON such as {"lora_alpha": 16}; without it the strength is not known.'
             ) from error
         if not any("." in name for name in settings):
             return settings

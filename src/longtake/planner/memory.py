@@ -16,7 +16,7 @@ from longtake.errors import PlanError
 from longtake.formatting import format_size
 from longtake.models import numerics
 from longtake.models.components import Components, Kinds, outline
-from longtake.models.frozen_adapter import attach_training_adapter
+from longtake.models.frozen_adapter import attach_adapters
 from longtake.models.objective import (
     FlowBatch,
     build_objective,
@@ -244,9 +244,7 @@ def step_of_facts(facts: StepFacts, recipe: Recipe, device: DeviceBudget) -> Met
 def _outline_model(recipe: Recipe, num_shards: int, per_node: int) -> Components:
     """Build the model, codec and text encoder on the meta device, as one rank trains them."""
     components = outline(recipe, _captions(recipe))
-    if (adapter := recipe.model.training_adapter) is not None:
-        parts, meta = components, torch.device("meta")
-        attach_training_adapter(adapter, parts.model, parts.family, recipe.model.expert, meta)
+    attach_adapters(recipe, components.model, components.family, torch.device("meta"))
     refuse_sharing(components, recipe)
     family, model = components.family, components.model
     refuse_own_optimizer([p for p in model.parameters() if p.requires_grad], recipe.optimizer)

@@ -135,9 +135,10 @@ def facts_of(recipe: Recipe, device: DeviceBudget, **more: Any) -> Facts | None:
         catalogs = {name: fsio.file_version(path) for name, path in recipe.data.sources().items()}
     else:
         ignored += _OF_CLIPS_ONLY
-    adapter = recipe.model.training_adapter
+    sampling = recipe.sampling
+    adapters = recipe.model.training_adapter, sampling.adapter, sampling.adapter_2
     return {
-        "adapter": None if adapter is None else fsio.file_version(adapter),
+        "adapters": [None if each is None else fsio.file_version(each) for each in adapters],
         "recipe": {key: value for key, value in flat(recipe).items() if not is_among(key, ignored)},
         "releases": releases,
         "catalogs": catalogs,

@@ -12,6 +12,7 @@ from longtake.flow.solver import SolverName, integrate, num_evaluations
 from longtake.formatting import plural
 from longtake.models.components import Components
 from longtake.models.conditioning import outline_conditioning
+from longtake.models.frozen_adapter import sampled_with
 from longtake.planner.block_weights import module_bytes
 from longtake.planner.fake_tensors import CachedFakeMode, empty_like
 from longtake.planner.memory import MetaStep, static_memory
@@ -149,5 +150,6 @@ def _denoise(
     # also keeps the last two predictions, the last latents and the corrected ones.
     kept = [torch.empty(4, count, *shape)] if solver == "unipc" else []
     traced: SolverName = "heun" if solver == "heun" else "euler"
-    integrate(velocity, torch.empty(count, *shape), _SIGMAS, traced)
+    with sampled_with(group.settings.adapter_strength):
+        integrate(velocity, torch.empty(count, *shape), _SIGMAS, traced)
     del kept

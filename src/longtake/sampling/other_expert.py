@@ -16,6 +16,7 @@ from longtake.models import numerics, streamed
 from longtake.models.base import latent_shape
 from longtake.models.components import Components, assemble, with_exact_weights
 from longtake.models.experts import OtherExpert
+from longtake.models.frozen_adapter import attach_sampling_adapter
 from longtake.models.trainable import trained_state
 from longtake.sampling.checkpoints import find_checkpoint, find_run, load_weights
 from longtake.sampling.presets import weights_to_sample
@@ -43,7 +44,8 @@ def load_other(
         run: another run, or one checkpoint of it; None: `sampling.other_expert`, or the release.
             Its averaged weights are used, if it keeps any.
         trust: run code that it names, even if another user began it.
-        exact: build its quantised layers in full precision.
+        exact: build its quantised layers in full precision and without `sampling.adapter`, to
+            export it.
 
     Raises:
         RunError: there is no such run, or it names code and another user began it.
@@ -58,6 +60,8 @@ def load_other(
     else:
         model = _model_of_run(run, parts, trust=trust, exact=exact)
     model.eval().requires_grad_(False)
+    if not exact:
+        _attach_adapter(recipe, parts, model, torch.device("cpu"))
     blocks = parts.family.blocks(model)
     streams = streamed.StreamedBlocks(blocks, device) if device.type != "cpu" else None
     other = OtherExpert(model, dtype, streams)
@@ -89,8 +93,16 @@ def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
     if recipe.model.expert is None:
         return 0
     model = build_other(recipe, parts, weights=False)
+    _attach_adapter(recipe, parts, model, torch.device("meta"))
     blocks = parts.family.blocks(model) if target == "cuda" else []
     return streamed.least_bytes(model, blocks)
+
+
+def _attach_adapter(
+    recipe: Recipe, parts: Components, model: nn.Module, device: torch.device
+) -> None:
+    assert parts.experts is not None
+    attach_sampling_adapter(recipe.sampling, model, parts.family, parts.experts.other, device)
 
 
 def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:

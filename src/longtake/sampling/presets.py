@@ -334,9 +334,13 @@ def _as_record(settings: config.SamplingSection, bucket: config.Bucket) -> dict[
     later = ("negative_prompt", "guidance_scale_2", "other_expert")
     unset = [name for name in later if not getattr(settings, name)]
     when = {"every", "every_epochs", "at_start", "presets"}  # which decide no video
+    adapters = {"adapter", "adapter_2", "adapter_strength"}
+    # By their names: the machine that evaluates may have the files elsewhere.
+    names = {key.rpartition(".")[2]: file.name for key, file in settings.adapters().items()}
     return {
         **bucket.model_dump(exclude={"batch_size"}),
-        **settings.model_dump(mode="json", exclude={*when, *unset}),
+        **settings.model_dump(mode="json", exclude={*when, *unset, *adapters}),
+        **({**names, "adapter_strength": settings.adapter_strength} if names else {}),
     }
 
 

@@ -24,10 +24,12 @@ from longtake.models import conditioning, numerics, streamed, trainable
 from longtake.models.base import Conditioning, LatentShape, latent_shape
 from longtake.models.components import Components, Part, assemble, with_exact_weights
 from longtake.models.conditioning import fps_of, guidance_of
+from longtake.models.frozen_adapter import attach_sampling_adapter, sampled_with
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling import preset_files
 from longtake.sampling.checkpoints import find_checkpoint, find_run, load_start, load_weights
+from longtake.sampling.claims import NotHereError
 from longtake.sampling.memory_strategy import MemoryFallback
 from longtake.sampling.other_expert import load_other, other_bytes, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, weights_to_sample
@@ -259,15 +261,16 @@ class Sampler:
                 # Steps of a part of the videos count as that share of all.
                 on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
-        return solver.solve(
-            self._velocity(guide, part, settings, two_passes=two_passes),
-            noise[part],
-            steps,
-            self.shift(settings, bucket),
-            settings.solver,
-            on_part_step,
-            terminal=self.components.shift_rule(settings.shift).terminal,
-        )
+        with sampled_with(settings.adapter_strength):
+            return solver.solve(
+                self._velocity(guide, part, settings, two_passes=two_passes),
+                noise[part],
+                steps,
+                self.shift(settings, bucket),
+                settings.solver,
+                on_part_step,
+                terminal=self.components.shift_rule(settings.shift).terminal,
+            )
 
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
@@ -472,6 +475,21 @@ def refuse_unused_guidance(components: Components, settings: SamplingSection) ->
     )
 
 
+def _refuse_missing_adapter(sampling: SamplingSection) -> None:
+    """Refuse to sample where the file of an adapter is not.
+
+    Raises:
+        NotHereError: another evaluation server may have it.
+    """
+    for key, file in sampling.adapters().items():
+        if not file.is_file():
+            raise NotHereError(
+                f"{key} is {file}, and there is no such file on this machine. Copy it there, or "
+                "name its place here: --adapter FILE of `longtake sample`, or a recipe with "
+                f"{key} = FILE by --recipe of `longtake evaluate`."
+            )
+
+
 class SamplerLoader:
     """Loader of checkpoints, one after another, into a run's model, which it keeps in memory.
 
@@ -480,7 +498,8 @@ class SamplerLoader:
         device: `cpu`, `cuda`, one GPU such as `cuda:1`, or `auto`: the GPU with the most free
             memory, or the CPU if no GPU has enough.
         trust: run code that the run names, even of another user.
-        exact: build quantised layers in full precision, to export them.
+        exact: build quantised layers in full precision and without an adapter, to export them.
+        sampling: settings whose adapter and other expert are loaded; None: the recipe's.
         other_expert: see `load_other`; None: `sampling.other_expert`.
         with_other: load the transformer that the run does not train, if its release has two.
 
@@ -497,10 +516,13 @@ class SamplerLoader:
         *,
         trust: bool = False,
         exact: bool = False,
+        sampling: SamplingSection | None = None,
         other_expert: Path | None = None,
         with_other: bool = True,
     ) -> None:
         self.run, self.recipe, self._trust = run, run.recipe(), trust
+        if sampling is not None:
+            self.recipe = self.recipe.model_copy(update={"sampling": sampling})
         if exact:
             self.recipe = with_exact_weights(self.recipe)
         # Without presets, since their measures are loaded elsewhere.
@@ -509,9 +531,18 @@ class SamplerLoader:
         refuse_foreign_code(run, trust=trust, recipe=model_recipe)
         # Before minutes of loading, though the other transformer is built last.
         refuse_wrong_other(self.recipe, other_expert)
+        if not exact:
+            _refuse_missing_adapter(self.recipe.sampling)
         if device != "auto":
             pick_device(device)  # refuses a missing device before anything is loaded
-        self.components = assemble(self.recipe, (), run.components_path)
+        self.components = parts = assemble(self.recipe, (), run.components_path)
+        if not exact:
+            section, expert, cpu = (
+                self.recipe.sampling,
+                self.recipe.model.expert,
+                torch.device("cpu"),
+            )
+            attach_sampling_adapter(section, parts.model, parts.family, expert, cpu)
         placed = place(device, self.components, self.recipe)
         self.device, self.why_device = placed.device, placed.why
         # Before `requires_grad_(False)` below, since trained weights are those that require

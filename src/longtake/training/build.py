@@ -165,6 +165,8 @@ def _fetch_on_nodes(recipe: Recipe, world: mesh.World, *, frozen_parts: bool = T
         paths["trainable.init_from"] = recipe.trainable.init_from
     if recipe.model.training_adapter is not None:
         paths["model.training_adapter"] = recipe.model.training_adapter
+    if recipe.sampling.in_training:
+        paths |= recipe.sampling.adapters()
     equality.compare_with_first(equality.files_read(paths), world)
 
 

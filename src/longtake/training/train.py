@@ -26,7 +26,7 @@ from longtake.lease import Lease
 from longtake.models import caption_tokens, lora_files, numerics, pretrained
 from longtake.models.codec import kept_tile
 from longtake.models.components import Components, source_of, text_section
-from longtake.models.frozen_adapter import attach_training_adapter
+from longtake.models.frozen_adapter import attach_adapters
 from longtake.models.objective import build_objective
 from longtake.models.review import review_model
 from longtake.optim.build import refuse_missing_torchao
@@ -289,9 +289,8 @@ def _build_parts(
     source = source_of(recipe, resumed=resumed, is_sharded=session.world.is_sharded)
     parts = build.build_components(session, loader, launch.watcher, source, plan)
     launch.watcher.start()
-    if (adapter := recipe.model.training_adapter) is not None:
-        cpu = torch.device("cpu")  # from which the model moves to its device
-        attach_training_adapter(adapter, parts.model, parts.family, recipe.model.expert, cpu)
+    # On the CPU, from which the model moves to its device.
+    attach_adapters(recipe, parts.model, parts.family, torch.device("cpu"))
     refuse_wrong_export(parts, recipe)
     warnings += review_model(parts, recipe, has_parent=session.parent is not None)
     if point.path is None and (file := recipe.trainable.init_from) is not None:
