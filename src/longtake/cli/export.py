@@ -34,6 +34,31 @@ OtherExpert = Annotated[
     ),
 ]
 RUN_HELP = "A run directory, or one of its checkpoints."
+_Dtype = Annotated[
+    Literal["fp32", "bf16", "fp16", "fp8_scaled"] | None,
+    typer.Option(
+        help="For comfyui and peft: data type of the weights [default: as kept]. fp8_scaled, of a "
+        "whole model for ComfyUI: the blocks' matrices in fp8 with a scale each, the rest in bf16."
+    ),
+]
+_ExtractLora = Annotated[
+    int | None,
+    typer.Option(
+        metavar="RANK",
+        min=1,
+        max=2**14,
+        help="Of a run that trained all weights: the LoRA of this rank that is nearest to their "
+        "change, in any format; for diffusers it is one file.",
+    ),
+]
+_Like = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="For comfyui, of a whole model: a file of this model, whose names and layout are "
+        "taken [default: model.pretrained, if that is one file].",
+    ),
+]
 _Title = Annotated[
     str | None, typer.Option(help="Title that other tools show [default: the run's name].")
 ]
@@ -69,10 +94,9 @@ def export(
     ema: Ema = None,
     profile: Profile = None,
     other_expert: OtherExpert = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(help="For comfyui and peft: data type of the weights [default: as kept]."),
-    ] = None,
+    dtype: _Dtype = None,
+    extract_lora: _ExtractLora = None,
+    like: _Like = None,
     title: _Title = None,
     author: _Author = None,
     licence: _License = None,
@@ -87,7 +111,7 @@ def export(
         from longtake.sampling.checkpoints import find_run
 
         # Refused before the model is loaded, which can take minutes.
-        choice = ExportChoice(wanted, dtype, Words(title, author, licence))
+        choice = ExportChoice(wanted, dtype, Words(title, author, licence), extract_lora, like)
         check_export(find_run(run).recipe(), out, choice)
         enter("loading the model")
         sampler = load_sampler(
@@ -100,7 +124,7 @@ def export(
             exact=True,
             other_expert=other_expert,
             # A pipeline holds both transformers of a release; LoRA and ComfyUI files hold one.
-            with_other=wanted == "diffusers",
+            with_other=wanted == "diffusers" and extract_lora is None,
         )
         enter("writing the export")
         remarks = write(sampler, out, **choice._asdict())

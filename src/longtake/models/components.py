@@ -351,10 +351,7 @@ def _build(
     section, files = recipe.model, None
     file = section.one_file()
     if weights == "files" and file is None:
-        assert section.pretrained is not None
-        files = deferred_init.files_in(
-            pretrained.locate(section.pretrained, section.folder()) / section.folder()
-        )
+        files = deferred_init.release_files(section)
     program = None
     if weights == "seed":
         # The same constructor on the meta device; each rank runs it again for its shard.

@@ -479,6 +479,13 @@ def files_in(folder: Path) -> dict[str, StoredTensor] | None:
     return files if all(file.is_file() for file in {e.file for e in files.values()}) else None
 
 
+def release_files(section: ModelSection) -> dict[str, StoredTensor] | None:
+    """Find each tensor of a release's transformer; None where `files_in` returns it."""
+    assert section.pretrained is not None
+    folder = section.folder()
+    return files_in(pretrained.locate(section.pretrained, folder) / folder)
+
+
 def read_into(targets: Mapping[str, Target], files: Mapping[str, StoredTensor]) -> None:
     """Read values from files into tensors and quantised layers; a DTensor gets its own shard."""
 

@@ -70,6 +70,7 @@ def describe(
     step: int,
     wanted: Literal["comfyui", "diffusers", "peft"],
     words: Words = Words(),
+    extracted: int | None = None,
 ) -> dict[str, str]:
     """Return the metadata of an exported file.
 
@@ -80,14 +81,15 @@ def describe(
         step: step of the checkpoint.
         wanted: tool whose names the file's tensors have.
         words: what the user says.
+        extracted: rank of LoRA that was extracted from a model whose weights were all trained.
     """
     named = str(getattr(family, "label", "") or recipe.model.family.rpartition(":")[2])
     architecture = _ARCHITECTURES.get(recipe.model.family, named.replace(" ", "-"))
     title = words.title or ("longtake" if run is None else run.path.resolve().name)
     base, trigger, optimizer = base_name(recipe), triggers(recipe), recipe.optimizer
     section = recipe.trainable
-    rank = section.rank if section.base() == "lora" else None
-    kind = section.kind or "full"
+    rank = extracted or (section.rank if section.base() == "lora" else None)
+    kind = "lora" if extracted else section.kind or "full"
     what = f"{kind} of rank {rank}" if rank else "all weights"
     source = f" from {base}" if base else ""
     width, height = max(((b.width, b.height) for b in recipe.data.buckets), key=math.prod)

@@ -160,8 +160,9 @@ class Flux2(flux.Flux):
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         if is_lora and f"{name}.".startswith(_COMFYUI):
             return f"transformer.{name}"
+        advice = "train these" if is_lora else "name a file of this model by --like"
         raise RecipeError(
             f"ComfyUI's name of {'the LoRA of ' if is_lora else ''}FLUX.2's {name} is not known. "
             "ComfyUI reads LoRA of its blocks, x_embedder, context_embedder, norm_out and proj_out "
-            "under diffusers' names: train these, or export with --format diffusers."
+            f"under diffusers' names: {advice}, or export with --format diffusers."
         )

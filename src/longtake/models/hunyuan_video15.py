@@ -269,9 +269,10 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         return {"guider": build_guider(values)}
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
+        advice = "Export" if is_lora else "Name a file of this model by --like, or export"
         raise RecipeError(
             f"ComfyUI's name of {'the LoRA of ' if is_lora else ''}{self.label}'s {name} is not "
-            "known. Export with --format diffusers."
+            f"known. {advice} with --format diffusers."
         )
 
 

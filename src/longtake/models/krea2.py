@@ -186,5 +186,6 @@ class Krea2(diffusers_family.DiffusersFamily):
             return f"transformer.{name}"
         raise RecipeError(
             f"ComfyUI's file of a whole Krea 2 has other names and shapes than {name}; it reads "
-            "LoRA under diffusers' names. Train LoRA, or export with --format diffusers."
+            "LoRA under diffusers' names. Train LoRA, name such a file of this model by --like, or "
+            "export with --format diffusers."
         )

@@ -52,17 +52,12 @@ def lora_named(
         RecipeError: ComfyUI does not know the family, or a layer of it.
     """
     if wanted == "comfyui":
-        return comfyui_named(weights, family, is_lora=True)
-    prefix = "transformer." if wanted == "diffusers" else PEFT_PREFIX
-    return {f"{prefix}{name}": value for name, value in weights.items()}
-
-
-def comfyui_named(
-    weights: Mapping[str, Tensor], family: Family, *, is_lora: bool
-) -> dict[str, Tensor]:
-    named = {family.comfyui_name(name, is_lora=is_lora): each for name, each in weights.items()}
-    assert len(named) == len(weights), "two weights have one name"
-    return named
+        names = {name: family.comfyui_name(name, is_lora=True) for name in weights}
+    else:
+        prefix = "transformer." if wanted == "diffusers" else PEFT_PREFIX
+        names = {name: f"{prefix}{name}" for name in weights}
+    assert len(set(names.values())) == len(weights), "two weights have one name"
+    return {names[name]: value for name, value in weights.items()}
 
 
 def in_dtype(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, Tensor]:

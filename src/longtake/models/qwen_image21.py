@@ -363,6 +363,6 @@ class QwenImage21(diffusers_family.DiffusersFamily):
             return f"transformer.{name}"
         raise RecipeError(
             f"ComfyUI's file of a whole {self.label} joins layers that are apart here, such as "
-            f"{name}; it reads LoRA under diffusers' names. Train LoRA, or export with --format "
-            "diffusers."
+            f"{name}; it reads LoRA under diffusers' names. Train LoRA, name such a file of "
+            "this model by --like, or export with --format diffusers."
         )

@@ -8,7 +8,7 @@ row of the model is: nothing but a rank's share is read later.
 
 import importlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -128,7 +128,7 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
         ModelError: the file cannot be read, or has weights in a format that longtake does not know.
     """
     weights = read_weights(file)
-    prefix = next((each for each in PREFIXES if any(k.startswith(each) for k in weights)), "")
+    prefix = prefix_of(weights)
     keys = {key.removeprefix(prefix): key for key in weights if key.startswith(prefix)}
 
     def in_file(rows: Rows) -> Rows:
@@ -153,10 +153,23 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
     }
 
 
+def prefix_of(names: Collection[str]) -> str:
+    """Return what ComfyUI's files have before the names of a transformer, or nothing."""
+    return next((each for each in PREFIXES if any(n.startswith(each) for n in names)), "")
+
+
 def refuse_misfits(
-    model: nn.Module, found: Mapping[str, StoredTensor], file: Path, release: str
+    model: nn.Module,
+    found: Mapping[str, StoredTensor],
+    file: Path,
+    release: str,
+    key: str = "model.pretrained",
+    advice: str = "Set model.config_from to the release that the file was made of, or name another "
+    "file.",
 ) -> None:
     """Refuse one file that is not exactly a model's weights, whose shapes are those of a release.
+
+    `key` is the recipe key or the option that names the file.
 
     Raises:
         ModelError: with the first names that are missing, left over, or of another shape.
@@ -166,7 +179,7 @@ def refuse_misfits(
     with open_weights(file) as opened:
         shapes = {name: found[name].shape_in(opened) for name in expected.keys() & found.keys()}
     other = [name for name in sorted(shapes) if shapes[name] != expected[name]]
-    name, title = f"model.pretrained {file}", type(model).__name__
+    name, title = f"{key} {file}", type(model).__name__
     problems = []
     if missing:
         problems.append(f"lacks {len(missing)} of {len(expected)} tensors, such as {missing[0]}")
@@ -183,8 +196,8 @@ def refuse_misfits(
         else (f" No other layout of a {title} is known: the file must have diffusers' names.")
     )
     raise ModelError(
-        f"{name} does not fit the {title} of {release}: it {'; it '.join(problems)}.{known} Set "
-        "model.config_from to the release that the file was made of, or name another file."
+        f"{name} does not fit the {title} of {release}: it {'; it '.join(problems)}.{known} "
+        f"{advice}"
     )
 
 

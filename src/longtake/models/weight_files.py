@@ -74,8 +74,8 @@ def read_weights(file: Path) -> dict[str, Held]:
             return _weights_in(opened, file)
     except (OSError, SafetensorError, ValueError, AttributeError, TypeError) as error:
         raise ModelError(
-            f"model.pretrained {file} cannot be read: {first_line(error)}. Expected a safetensors "
-            "or GGUF file: download or copy it again."
+            f"{file} cannot be read: {first_line(error)}. Expected a safetensors or GGUF file of a "
+            "model's weights: download or copy it again."
         ) from error
 
 
