@@ -105,6 +105,7 @@ def encode_plainly(
     ratio: Fraction = Fraction(1),
     matrix: Sequence[int] = (),
     options: dict[str, str] | None = None,
+    colours: dict[str, int] | None = None,
     **metadata: str,
 ) -> Media:
     """Write a video of 8 frames a second by PyAV alone, in the format of the path's ending."""
@@ -120,6 +121,8 @@ def encode_plainly(
         assert isinstance(stream, av.VideoStream)
         stream.height, stream.width, stream.pix_fmt = frames[0].height, frames[0].width, pixels
         stream.codec_context.sample_aspect_ratio = ratio
+        for name, code in (colours or {}).items():
+            setattr(stream.codec_context, name, code)
         if matrix:
             stream.set_display_matrix(list(matrix))
         for frame in frames:

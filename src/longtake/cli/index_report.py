@@ -40,17 +40,15 @@ def say_indexed(report: "IndexReport", out: Path) -> None:
         say.line(f"  {printable(sentence)}")
     if report.scores_dropped:
         say.line(f"  {plural(report.scores_dropped, 'clip')} lost scores, as captions changed")
+    several = f" ({report.with_several} with several)" if report.with_several else ""
     say.line(
         f"{plural(report.accepted, 'clip')} in {out}: {report.accepted - report.without_caption} "
-        f"with a caption, {report.without_caption} without; "
+        f"with a caption{several}, {report.without_caption} without; "
         f"{plural(report.num_rejected, 'file')} rejected, "
         f"{plural(report.duplicates, 'duplicate')} left out, {report.unchanged} not read again."
     )
-    if report.with_several:
-        say.line(
-            f"{plural(report.with_several, 'clip')} with several captions, of which each sample is "
-            "trained with one."
-        )
+    if report.in_hdr:
+        say.line(f"{plural(report.in_hdr, 'clip')} in HDR: data.hdr says how they are trained.")
     if report.trusted:
         say.line(
             f"{plural(report.trusted, 'clip')} by the metadata of the container alone (attribute "

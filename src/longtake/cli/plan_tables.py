@@ -77,7 +77,7 @@ def _parts(report: "PlanReport") -> Iterator[RenderableType]:
     yield escape(_describe_model(known))
     yield escape(_describe_device(known))
     for rule, number in known.step.rules.items():
-        yield escape(f"{_number(number)} of them train by the rule for {rule}.")
+        yield escape(f"{number:,} parameters train by the rule for {rule}.")
     if (start := report.start) is not None:
         of_expert = f" of {recipe.model.folder()}" if recipe.model.expert else ""
         yield escape(

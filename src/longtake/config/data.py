@@ -337,6 +337,10 @@ class DataSection(Section):
     untagged: Literal["bt601", "bt709"] = "bt709"
     """Colour matrix assumed for videos of 720 lines and more that name none; `longtake data show`
     counts them. Players and most cameras assume BT.709; below 720 lines it is always BT.601."""
+    hdr: Literal["tone_map", "as_stored"] = "tone_map"
+    """Videos in HDR (PQ or HLG). `tone_map`: converted to SDR in BT.709, by the curve of BT.2390;
+    `as_stored`: taken for SDR, in which they look grey. `longtake data index` counts them, and
+    files of `conditioning` are always read as stored."""
     random_crop: bool = False
     """Crop a clip's frames at a random position in each epoch instead of in the middle."""
     conditioning: Annotated[dict[str, ConditioningSection], AfterValidator(_check_conditioning)] = (

@@ -167,16 +167,7 @@ class AdapterRule(Section):
     alpha: float | None = Field(None, gt=0, le=1e6)
     """Alpha of these layers. Unset: `trainable.alpha`; where that is unset too, their rank."""
     exclude: bool = False
-    """These layers get no adapter."""
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.exclude == (self.rank is not None or self.alpha is not None):
-            raise ValueError(
-                f"trainable.rules for {', '.join(self.layers)}: give either exclude = true, or "
-                "rank or alpha"
-            )
-        return self
+    """These layers get no adapter, whatever else the rule says."""
 
 
 class TrainableSection(Section):

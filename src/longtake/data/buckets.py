@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from longtake.config import Bucket, DataSection
 from longtake.data.catalog import Catalog
-from longtake.data.clip import Clip, is_turned
+from longtake.data.clip import HDR, Clip, is_turned
 from longtake.data.decode import HD_LINES
 from longtake.data.order import Indices, derive, permuted, shares
 from longtake.data.window import Crop, Window, crop
@@ -405,6 +405,7 @@ def _window(
         shape.width,
         is_flipped=is_flipped,
         untagged=data.untagged,
+        tone_maps=data.hdr == "tone_map",
     )
 
 
@@ -417,6 +418,7 @@ def window_of(
     *,
     is_flipped: bool = False,
     untagged: str = "bt709",
+    tone_maps: bool = True,
 ) -> Window:
     """Return the window with these frames of a clip, which are scaled and then cut to a size."""
     # Players decide by the lines as stored, before the picture is turned.
@@ -444,6 +446,7 @@ def window_of(
         is_flipped=is_flipped,
         untagged=untagged,
         is_untagged=clip.kind == "video" and not clip.color_matrix and lines >= HD_LINES,
+        hdr=clip.color_transfer if tone_maps and clip.color_transfer in HDR else "",
     )
 
 

@@ -182,12 +182,12 @@ class Cache:
             # Facts that were added later are left out at their old default, so that old keys stay
             # valid.
             facts += [wanted.untagged] if wanted.is_untagged and wanted.untagged != "bt601" else []
+            facts += ["tone map"] if wanted.hdr else []
             return (*facts, *([wanted.frames] if wanted.frames else []))
         values = getattr(wanted, "values", None)
-        if getattr(wanted, "is_alpha", False):  # of the clip itself, which may be in a tar
-            facts = ["alpha", wanted.identity]
-        else:
-            facts = [self.hashes.of(wanted.media.path) if values is None else values]
+        facts = [values or ("alpha", wanted.identity)]  # of the clip itself, which may be in a tar
+        if values is None and not getattr(wanted, "is_alpha", False):
+            facts = [self.hashes.of(wanted.media.path)]
         # The crop follows from the clip's size as well as its own, so both are part of the key.
         if isinstance(wanted, ConditioningPixels):
             facts += [wanted.kind, wanted.clip_height, wanted.clip_width]

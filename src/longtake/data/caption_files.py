@@ -144,15 +144,16 @@ def _caption_in(entry: dict[str, Any], fields: Sequence[str]) -> str:
     """Return the texts, and lists of texts, in some fields of a JSON object, joined to a caption.
 
     Raises:
-        TypeError, AttributeError: a field holds something else.
+        TypeError: a field holds something else.
         LookupError: there is none of the fields.
     """
     values = [entry[name] for name in fields if name in entry]
     if not values:
         raise LookupError
-    return join_captions(
-        text.strip() for each in values for text in (each if isinstance(each, list) else [each])
-    )
+    texts = [text for each in values for text in (each if isinstance(each, list) else [each])]
+    if wrong := [each for each in texts if not isinstance(each, str)]:
+        raise TypeError(f"{wrong[0]!r:.80} is no text")
+    return join_captions(texts)
 
 
 def fields_beside(video: Path, fields: Sequence[str]) -> str | None:
@@ -169,7 +170,7 @@ def fields_beside(video: Path, fields: Sequence[str]) -> str | None:
         return _caption_in(entry, fields)
     except LookupError:  # a file without any of the fields
         return None
-    except (RecordError, OSError, TypeError, AttributeError) as error:
+    except (RecordError, OSError, TypeError) as error:
         raise DataError(
             f"{path} has no caption in {', '.join(fields)}: {error}. Expected an object with a "
             "text, or a list of texts, in each of these fields."

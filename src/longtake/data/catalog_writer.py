@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from longtake.config.data import STEM
 from longtake.data import catalog
-from longtake.data.clip import Clip, captions_of
+from longtake.data.clip import HDR, Clip, captions_of
 from longtake.data.content import MAX_COPIES, copy_identity
 from longtake.data.media_list import open_scratch
 
@@ -29,6 +29,7 @@ _LISTS = {"pts": "q", "keyframes": "i"}  # columns of integers, with the type co
 _KEYS = ("identity", "has_no_caption", "name")  # the first clip of an identity is kept
 _ORDER = ", ".join(_KEYS)
 _COLUMNS = (*_KEYS, *_SCHEMA.names[1:], "attribute_values", "given")
+_TRANSFER = _COLUMNS.index("color_transfer")
 _PATH, _MEMBER, _CAPTION, _PREPARED_FROM, _SPAN_START, _ATTRIBUTES, _GIVEN = map(
     _COLUMNS.index,
     ("path", "member", "caption", "prepared_from", "span_start", "attribute_values", "given"),
@@ -44,6 +45,7 @@ class Written:
 
     accepted: int = 0
     without_caption: int = 0  # number of accepted clips whose caption is empty
+    in_hdr: int = 0  # number of accepted clips in HDR
     with_several: int = 0  # number of accepted clips with several captions
     duplicates: int = 0  # number of files left out because an accepted one has the same content
     # Path and caption of the first duplicates whose caption is not that of the accepted clip.
@@ -151,6 +153,7 @@ class CatalogWriter:
                 while some := list(islice(rows, _ROWS_IN_MEMORY)):
                     written.accepted += len(some)
                     written.without_caption += sum(not row[_CAPTION] for row in some)
+                    written.in_hdr += sum(row[_TRANSFER] in HDR for row in some)
                     written.with_several += sum(len(captions_of(row[_CAPTION])) > 1 for row in some)
                     has_spans |= any(row[_SPAN_START] is not None for row in some)
                     values = [json.loads(row[_ATTRIBUTES] or "{}") for row in some]

@@ -15,6 +15,8 @@ right."""
 Kind = Literal["video", "image"]
 _SEPARATOR = "\x1e"
 """Stands between the captions of a clip that has several: ASCII's record separator."""
+HDR = ("pq", "hlg")
+"""Transfer characteristics of HDR, as a catalog names them."""
 Given = str | tuple[float, ...]
 """Conditioning input of a clip as a table has it: the absolute path of a file, or numbers."""
 
@@ -117,7 +119,7 @@ class Footage:
     codec: str  # FFmpeg's name of the codec, such as `h264`; Pillow's format for an image
     pix_fmt: str  # FFmpeg's name of the decoded pixel format; Pillow's mode for an image
     color_range: str = ""  # `limited`, `full`, or empty if unknown
-    color_transfer: str = ""  # FFmpeg's name or empty; `pq` and `hlg` are HDR
+    color_transfer: str = ""  # FFmpeg's name or empty; see `HDR`
     color_matrix: str | None = None  # FFmpeg's name; empty if unknown; None if not yet read
     timing: Timing | None = None  # None if the file's timestamps do not identify its frames
     keyframes: tuple[int, ...] = ()  # indices in presentation order, ascending

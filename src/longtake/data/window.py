@@ -20,6 +20,7 @@ from PIL import Image
 from longtake.data import stores
 from longtake.data.clip import MIRRORED, Kind, Media, is_turned
 from longtake.data.decode import decoded, opened, read_image, square_size, upright
+from longtake.data.tone_map import to_sdr
 from longtake.errors import ClipError
 
 _AGAIN = "index it again"
@@ -104,6 +105,7 @@ class Window(FrameSpan):
     is_flipped: bool  # mirrored, left to right
     untagged: str = "bt709"  # matrix of HD video that names none; see `data.untagged`
     is_untagged: bool = False  # the clip is such a video
+    hdr: str = ""  # transfer characteristics of a clip in HDR that becomes SDR; see `data.hdr`
 
     def __post_init__(self) -> None:
         assert min(self.start, self.num_frames - 1, self.stride - 1) >= 0
@@ -240,18 +242,19 @@ def planes(
         frame,
         width=height if turned else width,
         height=width if turned else height,
-        format="gbrp",
+        format="gbrp12le" if window.hdr else "gbrp",
         interpolation=interpolation,
         threads=1,  # many threads give the same result, 50 times slower
     )
     green, blue, red = (
         # Rows of a plane are padded to `line_size` bytes.
-        np.frombuffer(memoryview(plane), np.uint8).reshape(plane.height, plane.line_size)[
+        np.frombuffer(memoryview(plane), "<u2" if window.hdr else "u1").reshape(plane.height, -1)[
             :, : plane.width
         ]
         for plane in scaled.planes
     )
-    return [cut(window, upright(plane, window.rotation)) for plane in (red, green, blue)]
+    picture = [cut(window, upright(plane, window.rotation)) for plane in (red, green, blue)]
+    return list(to_sdr(np.stack(picture), window.hdr)) if window.hdr else picture
 
 
 def cut(window: Window, picture: NDArray[np.uint8]) -> NDArray[np.uint8]:

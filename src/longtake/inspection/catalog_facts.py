@@ -9,7 +9,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from longtake.data.catalog import MATRIX, Catalog
-from longtake.data.clip import MIRRORED
+from longtake.data.clip import HDR, MIRRORED
 from longtake.data.decode import HD_LINES
 
 MOST_SIZES = 20  # picture sizes that are listed, the most frequent first
@@ -21,7 +21,7 @@ _QUANTILES = dict(
         strict=True,
     )
 )
-_HDR = pa.array(["pq", "hlg"])
+_HDR = pa.array(HDR)
 
 
 def catalog_stats(catalog: Catalog) -> dict[str, Any]:

@@ -195,8 +195,7 @@ def say_only(draft: Draft, row: Row, key: str, value: Any) -> None:
 
 
 def loraplus(draft: Draft, row: Row, key: str, value: Any) -> None:
-    if float(value) != 1:
-        draft.set(row.to, [{"layers": ["*.lora_B.*"], "factor": float(value)}])
+    draft.set(row.to, [{"layers": ["*.lora_B.*"], "factor": float(value)}])
 
 
 def release(draft: Draft, row: Row, key: str, value: Any) -> None:
@@ -227,16 +226,9 @@ def repeats(draft: Draft, row: Row, key: str, value: Any) -> None:
         draft.tell("differs", key, "repeats", value=f"{number:g}", number=whole)
 
 
-def loss_weight(draft: Draft, row: Row, key: str, value: Any) -> None:
-    draft.clips[-1].loss_weight = float(value)
-
-
-def whole_captions(draft: Draft, row: Row, key: str, value: Any) -> None:
-    draft.clips[-1].whole_captions = bool(value)
-
-
-def regularisation(draft: Draft, row: Row, key: str, value: Any) -> None:
-    draft.clips[-1].is_regularisation = bool(value)
+def of_set(draft: Draft, row: Row, key: str, value: Any) -> None:
+    """A number or a switch of a set of clips that is a field of `ClipSet`: the row's fact."""
+    setattr(draft.clips[-1], row.fact, float(value))
 
 
 def captions(draft: Draft, row: Row, key: str, value: Any) -> None:
@@ -260,8 +252,7 @@ def mask(draft: Draft, row: Row, key: str, value: Any) -> None:
 
 
 def alpha_mask(draft: Draft, row: Row, key: str, value: Any) -> None:
-    if value is True:
-        draft.clips[-1].conditioning.setdefault("mask", ALPHA)
+    draft.clips[-1].conditioning.setdefault("mask", ALPHA)
 
 
 def size_of(value: Any) -> list[int]:

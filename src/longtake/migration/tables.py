@@ -92,7 +92,7 @@ def tool(name: str) -> Tool:
         for part in ("run", "clips", "samples")
     }
     empty: dict[str, Any] = {"releases": {}, "scripts": {}, "noise": {}, "micro_steps": ""}
-    empty["caption_lines"] = False
+    empty |= {"caption_lines": False}
     return Tool(name=name, **{**empty, **values, **rows})
 
 

@@ -199,13 +199,13 @@ def _adapted_layers(
     found = find_targets(model, section.targets or targets)
     left_out = find_targets(model, section.exclude, "trainable.exclude")
     kept = [name for name in found if name not in left_out]
-    for place, rule in enumerate(section.rules):
-        find_targets(model, rule.layers, f"trainable.rules[{place}].layers")
     by_rule = layers_by_rule(kept, section)
     for place, rule in enumerate(section.rules):
+        key = f"trainable.rules[{place}].layers"
+        find_targets(model, rule.layers, key)
         if rule not in by_rule:
             raise RecipeError(
-                f"trainable.rules[{place}].layers: {', '.join(rule.layers)} match no layer that "
+                f"{key}: {', '.join(rule.layers)} match no layer that "
                 "gets an adapter, or only such as an earlier rule matches, which holds. Name them "
                 "in trainable.targets, or put the narrower rule first."
             )
@@ -273,8 +273,8 @@ def adapter_config(model: Any, base: str | None) -> Any:
     setattr(config, "lora_alpha" if hasattr(config, "lora_alpha") else "alpha", config.r)
     # peft takes the first name with which a layer's name ends: longer ones have to come first.
     others = {name for name, rank in ranks.items() if rank != config.r}
-    is_like = (name for name in ranks if any(name.endswith(f".{each}") for each in others))
-    names = sorted({*others, *is_like}, key=len, reverse=True)
+    is_like = {name for name in ranks if any(f".{name}".endswith(f".{each}") for each in others)}
+    names = sorted(is_like, key=len, reverse=True)
     config.rank_pattern = config.alpha_pattern = {name: ranks[name] for name in names}
     # peft saves adapters this way, so that a reader that loads one gets it frozen.
     config.inference_mode = True

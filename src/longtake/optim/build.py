@@ -92,11 +92,9 @@ def rules_of_weights(model: nn.Module, section: OptimizerSection) -> dict[nn.Par
         RecipeError: a rule is for no parameter.
     """
     found: dict[nn.Parameter, RateRule] = {}
-    names, known = dict(model.named_parameters()), set[str]()
-    for name, parameter in names.items() if section.rules else ():
-        if not parameter.requires_grad:
-            continue
-        parts = name.split(".")
+    known = set[str]()
+    for name, parameter in model.named_parameters() if section.rules else ():
+        parts = name.split(".") if parameter.requires_grad else []
         # A rule for a layer or a block is one for all weights inside.
         within = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
         known.update(re.sub(r"\.\d+(?=\.|$)", ".*", each) for each in within)
@@ -119,8 +117,8 @@ def _divide_by_rate(optimizer: Optimizer, rules: Mapping[nn.Parameter, RateRule]
     (group,) = optimizer.param_groups
     by_factor: dict[float, list[nn.Parameter]] = {}
     for parameter in group["params"]:
-        factor = rules[parameter].factor if parameter in rules else 1.0
-        by_factor.setdefault(factor, []).append(parameter)
+        rule = rules.get(parameter)
+        by_factor.setdefault(rule.factor if rule else 1.0, []).append(parameter)
     rate = group["base_lr"]
     # The group that is there keeps some of them: an empty one has nothing to save.
     (first, group["params"]), *others = by_factor.items()

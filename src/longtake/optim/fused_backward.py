@@ -64,12 +64,9 @@ def updating_in_backward(
         if scale:
             if scale != 1:
                 gradient.mul_(scale)
-            everything = [each["params"] for each in optimizer.param_groups]
-            for each in optimizer.param_groups:
-                each["params"] = [weight] if each is group else []
+            everything, group["params"] = group["params"], [weight]
             optimizer.step()
-            for each, parameters in zip(optimizer.param_groups, everything, strict=True):
-                each["params"] = parameters
+            group["params"] = everything
         weight.grad = None
 
     hooks = [

@@ -199,11 +199,11 @@ def _count_by_rule(recipe: Recipe, model: nn.Module) -> dict[str, int]:
     """
     found, layers = Counter[str](), dict(adapter_layers(model))
     for rule, names in layers_by_rule(list(layers), recipe.trainable).items():
-        text = f"{', '.join(rule.layers)} (trainable.rules"
-        for key, value in (("rank", rule.rank), ("alpha", rule.alpha)):
-            text += "" if value is None else f", {key} {value:g}"
         trained = (each for name in names for each in layers[name].parameters())
-        found[f"{text})"] = sum(each.numel() for each in trained if each.requires_grad)
+        text = (
+            f"{', '.join(rule.layers)} (trainable.rules, rank {rule.rank or recipe.trainable.rank})"
+        )
+        found[text] = sum(each.numel() for each in trained if each.requires_grad)
     for parameter, rate in rules_of_weights(model, recipe.optimizer).items():
         text = f"{', '.join(rate.layers)} (optimizer.rules, factor {rate.factor:g})"
         found[text] += parameter.numel()
