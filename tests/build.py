@@ -369,4 +369,5 @@ def _tensors(inputs: Any) -> list[Tensor]:
     if isinstance(inputs, Tensor):
         return [inputs]
     masks = [] if inputs.loss_weights is None else [inputs.loss_weights]
-    return [inputs.latents, inputs.noise, inputs.sigmas, *inputs.conditioning.values(), *masks]
+    told = *inputs.conditioning.values(), *inputs.audio.values()
+    return [inputs.latents, inputs.noise, inputs.sigmas, *told, *masks]

@@ -26,7 +26,7 @@ def make_i2v(folder: Path) -> None:
     make(folder, "LTX2ImageToVideoPipeline")
 
 
-def make_23(folder: Path) -> None:
+def make_23(folder: Path, audio_width: int = 16) -> None:
     """LTX-2.3, whose connectors make text of the width of each stream, and whose heads have gates.
 
     It has enough heads for the gates' weights to be quantised.
@@ -34,7 +34,8 @@ def make_23(folder: Path) -> None:
     connectors = {
         "per_modality_projections": True,
         "video_hidden_dim": 32,
-        "audio_hidden_dim": 16,
+        "audio_hidden_dim": audio_width,
+        "audio_connector_attention_head_dim": audio_width // 2,
         "video_connector_attention_head_dim": 16,
         "video_gated_attn": True,
         "audio_gated_attn": True,
@@ -44,7 +45,8 @@ def make_23(folder: Path) -> None:
         "num_attention_heads": 4,
         "attention_head_dim": 8,
         "audio_num_attention_heads": 4,
-        "audio_attention_head_dim": 4,
+        "audio_attention_head_dim": audio_width // 4,
+        "audio_cross_attention_dim": audio_width,
         "cross_attn_mod": True,
         "audio_cross_attn_mod": True,
         "gated_attn": True,
@@ -119,6 +121,8 @@ def _write(
     audio = diffusers.AutoencoderKLLTX2Audio(
         base_channels=8, ch_mult=(1, 1, 1), num_res_blocks=1, latent_channels=2, mel_bins=16
     )
+    audio.latents_mean.copy_(torch.arange(8) / 8 - 0.5)
+    audio.latents_std.copy_(torch.arange(8) / 8 + 0.5)
     getattr(diffusers, pipeline)(
         scheduler=diffusers.FlowMatchEulerDiscreteScheduler(
             use_dynamic_shifting=True,
@@ -164,12 +168,32 @@ def _isolate(_model: Any, args: Any, given: dict[str, Any]) -> tuple[Any, dict[s
     return args, given | {"isolate_modalities": True}
 
 
+def _sound_scheduler(pipeline: Any) -> Any:
+    """The copy that its call makes for the audio."""
+    scheduler = pipeline.scheduler
+    copied = type(scheduler).from_config(scheduler.config)
+    scheduler.__deepcopy__ = lambda _: copied
+    return copied
+
+
 def _call(asked: Asked) -> dict[str, Any]:
     """Audio is denoised beside the video, isolated from it; guidance is that of the text alone."""
-    pipeline = asked.pipeline
-    pipeline.transformer.register_forward_pre_hook(_isolate, with_kwargs=True)
-    scheduler = pipeline.scheduler  # the audio gets a copy: one whose steps are not recorded
-    scheduler.__deepcopy__ = lambda _: type(scheduler).from_config(scheduler.config)
+    asked.pipeline.transformer.register_forward_pre_hook(_isolate, with_kwargs=True)
+    _sound_scheduler(asked.pipeline)  # its steps are not recorded
+    return _arguments(asked)
+
+
+def _call_with_sound(asked: Asked) -> dict[str, Any]:
+    """Each attends to the other."""
+    pipeline, vae = asked.pipeline, asked.pipeline.audio_vae
+    assert asked.sound is not None
+    raw = pipeline._denormalize_audio_latents(asked.sound, vae.latents_mean, vae.latents_std)
+    bins = vae.config.mel_bins // vae.mel_compression_ratio
+    latents = pipeline._unpack_audio_latents(raw, raw.shape[1], bins)
+    return _arguments(asked) | {"audio_latents": latents}
+
+
+def _arguments(asked: Asked) -> dict[str, Any]:
     return {
         "prompt": asked.prompt,
         "latents": _raw(asked, asked.noise),
@@ -261,13 +285,14 @@ _REAL_23: dict[str, dict[str, Any]] = {
     },
     **_PARTS,
 }
+_KEYS = {"model": {"audio": "off"}, "data": {"fps": 24.0}, "text": {"max_tokens": 32}}
 _row = partial(
     Row,
     family="ltx2",
     call=_call,
     bucket=(17, 64, 96),
     unpack=_unpack,
-    keys={"model": {"audio": "off"}, "data": {"fps": 24.0}, "text": {"max_tokens": 32}},
+    keys=_KEYS,
     guidance=3.0,
     real=_REAL,
 )
@@ -283,4 +308,13 @@ ROWS = (
         given_frames=1,
     ),
     _row("LTX-2.3", make=make_23, real=_REAL_23),
+    _row(
+        "LTX-2.3 with sound",
+        make=partial(make_23, audio_width=32),
+        call=_call_with_sound,
+        sound_scheduler=_sound_scheduler,
+        keys={**_KEYS, "model": {"audio": "train"}},
+        real=_REAL_23 | {"audio_vae": {"latent_channels": 8, "mel_bins": 64}},
+        refuses={"context": 'with model.audio = "train" video and audio attend'},
+    ),
 )

@@ -32,6 +32,7 @@ class Asked:
     width: int
     guidance: float
     pictures: Mapping[str, Image.Image]
+    sound: Tensor | None = None  # noise [1, L, D]
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,12 @@ class Row:
     bucket: tuple[int, int, int]  # frames, height and width in pixels
     unpack: Callable[[Asked, Tensor], Tensor] = lambda asked, latents: latents
     """The scheduler's latents as [1, C, F, h, w]."""
+    unpack_sound: Callable[[Asked, Tensor], Tensor] = lambda asked, latents: latents
+    """Those of the scheduler of its sound as [1, L, D]."""
+    sound_scheduler: Callable[[Any], Any] | None = None  # of the pipeline; None: no sound
+    sigma: Callable[[float], float] = lambda time: time / 1000  # of a time of the scheduler
+    negates: bool = False  # the scheduler gets latents - noise
+    further_sigmas: int = 0  # that the pipeline's number of steps counts
     pictures: tuple[str, ...] = ()  # names in data.conditioning; they are pictures
     task: str = "text"  # of the table
     keys: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, by their sections

@@ -25,13 +25,19 @@ def write(tiny: Tiny, folder: Path) -> None:
     parts = tiny.training(tiny.recipe().trainable)
     found = _velocity_and_gradients(parts, batch := tiny.batch())
     kept = {"family": tiny.row.family, "model": parts.model, "batch": batch, "alone": found}
+    kept["defaults"] = parts.defaults
     torch.save(kept, folder / f"{tiny.row.kind}.pt")
 
 
 def _velocity_and_gradients(parts: Components, batch: Any) -> dict[str, Tensor]:
     """As one vector each; without a gradient there are zeros."""
     with torch.no_grad():
-        velocity = parts.predict_velocity(batch.noise, batch.sigmas, batch.conditioning)
+        given = (batch.noise, batch.sigmas, batch.conditioning)
+        if batch.audio:
+            both = parts.predict_streams(batch.noise, batch.audio["noise"], *given[1:])
+            velocity = torch.cat([each.flatten(1) for each in both], dim=1)
+        else:
+            velocity = parts.predict_velocity(*given)
     found = loss_and_gradients(parts, batch)
     loss = found.pop("")
     trained = {name: each for name, each in parts.model.named_parameters() if each.requires_grad}
@@ -45,7 +51,7 @@ def _compare(file: Path, world: World) -> dict[str, float]:
     chosen, model, batch = family(kept["family"]), kept["model"], kept["batch"]
     chosen.block.share_tokens(model, TokenExchange(world, chosen.block.num_heads(model)))
     nothing: Any = None
-    parts = Components(chosen, model, nothing, nothing, nothing)
+    parts = Components(chosen, model, nothing, nothing, kept["defaults"])
     found = _velocity_and_gradients(parts, batch)
     dist.all_reduce(found["gradients"], dist.ReduceOp.AVG)
     return {

@@ -20,7 +20,7 @@ from tests.families.rows import transformer_class
 from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
 
 from longtake import config
-from longtake.data.encode import write_video
+from longtake.data.encode import Sound, write_video
 from longtake.data.index import index
 from longtake.data.tasks import HERE
 from longtake.run_dir import RunDirectory
@@ -108,7 +108,10 @@ def _write_clips(row: Row, fps: float) -> None:
             if frames == 1 or folder != "clips":
                 Image.fromarray(pixels[0]).save(f"{folder}/{number}.png")
             else:
-                write_video(Path(folder, f"{number}.mp4"), pixels, fps)
+                # The last has no sound: silence stands in its place.
+                noise = 0.1 * random.standard_normal((2, round(frames / fps * 16000)))
+                sound = Sound(noise.astype(np.float32), 16000) if number < 3 else None
+                write_video(Path(folder, f"{number}.mp4"), pixels, fps, sound=sound)
             Path(folder, f"{number}.txt").write_text(f"a red circle, {number}")
 
 
@@ -123,4 +126,6 @@ def _settings(tiny: Tiny) -> list[str]:
     ]
     if (length := tiny.row.keys.get("text", {}).get("max_tokens")) is not None:
         more.append(f"text.max_tokens={length}")
+    if (audio := tiny.row.keys.get("model", {}).get("audio")) is not None:
+        more.append(f"model.audio={audio}")
     return [*_SETTINGS, *more]

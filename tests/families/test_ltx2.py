@@ -28,7 +28,7 @@ from longtake.planner.encoding import clip_trace, encode_clip, make_encoders_fak
 from longtake.planner.fake_tensors import CachedFakeMode
 
 _SHAPE = LatentShape(8, 3, 2, 3)
-_T2V, _I2V, _NEWER = release_ltx2.ROWS
+_T2V, _I2V, _NEWER, _WITH_SOUND = release_ltx2.ROWS
 
 
 def _model(**settings: Any) -> Any:
@@ -209,7 +209,7 @@ def test_encoding_a_long_clip_is_extrapolated_from_clips_that_fit() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"audio": None}}, r'longtake trains its video alone\. Set model.audio = "off"'),
+        ({"model": {"audio": None}}, r'makes videos with audio\. Set model\.audio = "train"'),
         ({"data": {"fps": None}}, r"data\.fps is unset\. Set it, such as data\.fps = 24"),
         ({"text": {"max_tokens": 60}}, r"fills captions with 8 learnt .*such as 64; .* is 1024"),
         ({"text": {"kind": "words", "pretrained": None}}, "a Gemma 3 and on the connectors"),

@@ -2,7 +2,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from longtake import config
 from longtake.config import Quantization, Recipe, TrainableSection
+from longtake.models.audio import Streams
 from longtake.models.base import Conditioning, latent_shape
 from longtake.models.components import Components
 from longtake.models.objective import FlowBatch, flow_losses
@@ -48,7 +50,7 @@ def loss_and_gradients(parts: Components, batch: FlowBatch) -> dict[str, Tensor]
 
 
 class Step(NamedTuple):
-    """One call of a pipeline's scheduler."""
+    """One call of a pipeline's scheduler, or of that of video and that of sound joined."""
 
     velocity: Tensor
     sigma: Tensor  # [1]
@@ -105,10 +107,15 @@ class Tiny:
         return dataclasses.replace(parts, model=model)
 
     def batch(self) -> FlowBatch:
-        """Two samples, whose captions are of unlike length."""
+        """Two samples, whose captions are of unlike length; of their sound a half is there."""
         latents, noise = (torch.cat([self.noise(n), self.noise(n + 1)]) for n in (1, 3))
-        told = self.told(self.sampler, [SHORT, LONG])
-        return FlowBatch(latents, noise, torch.tensor([0.3, 0.8]), told)
+        told, sigmas = self.told(self.sampler, [SHORT, LONG]), torch.tensor([0.3, 0.8])
+        if self.streams is None:
+            return FlowBatch(latents, noise, sigmas, told)
+        (latents, clean), (noise, noisy) = map(self.streams.split, (latents, noise))
+        weights = (torch.arange(clean.shape[1]) % 2).float().expand(2, -1)
+        sound = {"latents": clean, "noise": noisy, "weights": weights}
+        return FlowBatch(latents, noise, sigmas, told, audio=sound)
 
     @cached_property
     def released(self) -> Any:
@@ -135,9 +142,28 @@ class Tiny:
         requests = [Request(prompt, 3, self.pictures(number)) for prompt in prompts]
         return sampler._guidance(requests, bucket, self.scale, "").conditional
 
+    @cached_property
+    def streams(self) -> Streams | None:
+        return self.sampler.streams(self.recipe().data.buckets[0])
+
     def noise(self, seed: int) -> Tensor:
+        """Of a video; with the sound's, if there is any, as a solver has both."""
+        generator = torch.Generator().manual_seed(seed)
         shape = latent_shape(self.sampler.components.codec, self.recipe().data.buckets[0])
-        return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed))[None]
+        video = torch.randn(tuple(shape), generator=generator)[None]
+        if self.streams is None:
+            return video
+        sound = torch.randn(self.streams.audio, generator=generator)[None]
+        return self.streams.join(video, sound)
+
+    def predict(
+        self, parts: Components, noisy: Tensor, sigmas: Tensor, told: Conditioning
+    ) -> Tensor:
+        """Predict the velocity of what `noise` has noise of."""
+        if self.streams is None:
+            return parts.predict_velocity(noisy, sigmas, told)
+        video, sound = self.streams.split(noisy)
+        return self.streams.join(*parts.predict_streams(video, sound, sigmas, told))
 
     def steps(self, pipeline: Any, num_steps: int, scale: float, prompt: str) -> list[Step]:
         """What the pipeline's own call hands to its scheduler, and gets."""
@@ -145,27 +171,54 @@ class Tiny:
         pictures = {
             name: Image.open(path).convert("RGB") for name, path in self.pictures(0).items()
         }
-        asked = Asked(pipeline, prompt, self.noise(3), frames, height, width, scale, pictures)
-        own, found = pipeline.scheduler.step, list[Step]()
+        noise, sound = self.noise(3), None
+        if self.streams is not None:
+            noise, sound = self.streams.split(noise)
+        asked = Asked(pipeline, prompt, noise, frames, height, width, scale, pictures, sound)
+        with ExitStack() as stack:
+            found = stack.enter_context(self.recorded(asked, pipeline.scheduler, self.row.unpack))
+            if self.row.sound_scheduler is not None:
+                scheduler = self.row.sound_scheduler(pipeline)
+                heard = stack.enter_context(self.recorded(asked, scheduler, self.row.unpack_sound))
+            count = num_steps + self.row.further_sigmas
+            given = {"num_inference_steps": count, "output_type": "latent"}
+            result = pipeline(**given, **self.row.call(asked))[0]
+        if self.row.returns_latents:
+            found[-1] = found[-1]._replace(after=result)
+        if self.streams is None:
+            return found
+        join = self.streams.join
+        return [
+            Step(
+                join(a.velocity, b.velocity),
+                a.sigma,
+                join(a.noisy, b.noisy),
+                join(a.after, b.after),
+            )
+            for a, b in zip(found, heard, strict=True)
+        ]
+
+    @contextmanager
+    def recorded(
+        self, asked: Asked, scheduler: Any, unpack: Callable[[Asked, Tensor], Tensor]
+    ) -> Iterator[list[Step]]:
+        """Record the steps of a scheduler."""
+        own, found = scheduler.step, list[Step]()
 
         def step(velocity: Tensor, time: Tensor, noisy: Tensor, *args: Any, **options: Any) -> Any:
             result = own(velocity, time, noisy, *args, **options)
-            tensors = (
-                self.row.unpack(asked, each.clone()) for each in (velocity, noisy, result[0])
-            )
+            tensors = (unpack(asked, each.clone()) for each in (velocity, noisy, result[0]))
             mine, before, after = tensors
-            found.append(Step(mine, torch.tensor([float(time) / 1000]), before, after))
+            mine = -mine if self.row.negates else mine
+            sigma = self.row.sigma(float(time))
+            found.append(Step(mine, torch.tensor([sigma]), before, after))
             return result
 
-        pipeline.scheduler.step = step
+        scheduler.step = step
         try:
-            given = {"num_inference_steps": num_steps, "output_type": "latent"}
-            result = pipeline(**given, **self.row.call(asked))[0]
+            yield found
         finally:
-            pipeline.scheduler.step = own
-        if self.row.returns_latents:
-            found[-1] = found[-1]._replace(after=result)
-        return found
+            scheduler.step = own
 
     def sampled(self, sampler: Sampler, num_steps: int) -> Tensor:
         """Latents, by the scheduler of the release's pipeline and at its guidance."""
@@ -184,10 +237,12 @@ class Tiny:
         parts, told = sampler.components, self.told(sampler, [prompt])
         if parts.experts is not None and self.is_low(step) != (parts.experts.trained == "low"):
             parts = parts.with_other()
-        return self.made_of(parts.predict_velocity(step.noisy, step.sigma, told))
+        return self.made_of(self.predict(parts, step.noisy, step.sigma, told))
 
     def made_of(self, frames: Tensor) -> Tensor:
         """Frames that reach the pipeline's scheduler, and zeros for the others."""
+        if not self.row.given_frames:
+            return frames
         made = frames.clone()
         made[:, :, : self.row.given_frames] = 0
         return made

@@ -8,25 +8,26 @@ import torch
 from torch import Tensor
 
 from longtake.config import Recipe
-from longtake.models.codec import Codec
 from longtake.models.components import Components, assemble
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler
 
 
 class _KeepsLatents:
-    """A codec that keeps what it is to decode."""
+    """A codec that keeps what it is to decode, of the sound too."""
 
-    def __init__(self, codec: Codec) -> None:
+    def __init__(self, codec: Any) -> None:
         self.codec = codec
         self.latents: list[Tensor] = []
+        audio = getattr(codec, "audio", None)
+        self.audio = None if audio is None else _KeepsLatents(audio)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.codec, name)
 
-    def decode(self, latents: Tensor, *, tiles: bool = False) -> Tensor:
+    def decode(self, latents: Tensor, **how: Any) -> Any:
         self.latents.append(latents.clone())
-        return self.codec.decode(latents, tiles=tiles)
+        return self.codec.decode(latents, **how)
 
 
 def make_sampler(
@@ -39,10 +40,12 @@ def make_sampler(
 
 
 def sample_latents(sampler: Sampler, request: Request, **settings: Any) -> Tensor:
-    """Sample as usual; return what is decoded, [1, C, F, h, w]."""
-    codec = _KeepsLatents(sampler.components.codec)
+    """Sample as usual; return what is decoded, [1, C, F, h, w]; with sound [1, numel] of both."""
+    codec: Any = _KeepsLatents(sampler.components.codec)
     parts = dataclasses.replace(sampler.components, codec=codec)
     chosen, bucket = settings_for(sampler.recipe, **settings)
     dataclasses.replace(sampler, components=parts).sample([request], chosen, bucket)
     (latents,) = codec.latents
-    return latents
+    if codec.audio is None:
+        return latents
+    return torch.cat([latents.flatten(1), codec.audio.latents[0].flatten(1)], dim=1)

@@ -122,8 +122,10 @@ def test_a_sample_of_one_frame_is_an_image(sampler: Sampler, tmp_path: Path) -> 
         recipe, step, weights = sampler.recipe, sampler.step, sampler.weights
         unknown_words, num_steps = sampler.unknown_words, sampler.num_steps
 
-        def sample(self, *args: object, **options: object) -> np.ndarray:
-            return image
+        def sample_with_sound(
+            self, *args: object, **options: object
+        ) -> tuple[np.ndarray, list[None]]:
+            return image, [None]
 
     out = tmp_path / "red.png"
     written = write_samples(Still(), _PROMPTS[:1], 0, settings, still, out, 4, _QUIET)  # type: ignore[arg-type]

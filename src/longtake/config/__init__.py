@@ -62,4 +62,4 @@ from longtake.config.training import (
     TrackingSection,
     WatchSection,
 )
-from longtake.config.values import Shift, memory_bytes
+from longtake.config.values import AUDIO, AudioFormat, Shift, memory_bytes

@@ -75,10 +75,15 @@ class ModelSection(Section):
     the model predicts the unguided velocity, which is the loss's target. At the scale used for
     sampling (2.5 to 3.5) the loss would pull the guided velocity to the unguided one and undo the
     distillation."""
-    audio: Literal["off"] | None = None
-    """Required for a model that generates videos with audio (`ltx2`), unset for others. `off`
+    audio: Literal["train", "attend", "off"] | None = None
+    """Required for a model that generates videos with audio (`ltx2`), unset for others. `train`:
+    video and audio of the clips are learnt together. `attend`: the video alone is learnt, beside
+    the noisy audio of its clip, which it attends to; the audio's own weights are frozen. `off`
     trains and samples the video alone, with attention between audio and video switched off; the
-    audio's weights are frozen, and exported unchanged."""
+    audio's weights are frozen, and exported unchanged. Clips without sound are trained too: silence
+    stands in its place, and has no loss."""
+    audio_weight: float = Field(1.0, gt=0, le=1000)
+    """Factor of the audio's loss, which is added to the video's, with `audio = "train"`."""
     quantize: Literal["none", "fp8", "int8", "nf4", "fp8_dynamic", "int8_dynamic", "auto"] = "none"
     """Data type of the blocks' frozen linear layers while a LoRA or a module is trained: `fp8` and
     `int8` take a byte per weight, `nf4` about half a byte. The arithmetic is the same, on rounded
@@ -126,6 +131,11 @@ class ModelSection(Section):
                 "safetensors or GGUF file: name the file there, or leave model.config_from out"
             )
         return self
+
+    @property
+    def uses_audio(self) -> bool:
+        """True if the model gets the audio of its clips."""
+        return self.audio in ("train", "attend")
 
     def release(self) -> str | None:
         """Return the release that has the model's configurations; None for random weights."""

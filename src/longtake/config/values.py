@@ -1,6 +1,7 @@
 """Types of a recipe's values, and the base class of its sections."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,6 +49,25 @@ def _not_reserved(name: str) -> str:
 
 
 SectionName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_-]*$"), AfterValidator(_not_reserved)]
+
+
+AUDIO = "clip audio"
+"""Name of the clips' sound among the inputs of a batch; no input of `data.conditioning` has it."""
+
+
+@dataclass(frozen=True)
+class AudioFormat:
+    """The sound of clips that a model takes, and the frames per second of the videos beside it."""
+
+    rate: int  # samples per second
+    channels: int
+    fps: float
+
+    def seconds(self, num_frames: int) -> float:
+        return num_frames / self.fps
+
+    def num_samples(self, num_frames: int) -> int:
+        return round(self.seconds(num_frames) * self.rate)
 
 
 class Section(BaseModel):

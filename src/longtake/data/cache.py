@@ -31,8 +31,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from longtake.config import Bucket, DataSection
+from longtake.config import AUDIO, AudioFormat, Bucket, DataSection
 from longtake.data import stores
+from longtake.data.audio import AudioWindow, audio_of
 from longtake.data.clip import IMAGE_SUFFIXES, Clip, Media
 from longtake.data.conditioning import ConditioningPixels, Wanted, conditioning_of
 from longtake.data.decode import content_hash
@@ -63,10 +64,11 @@ class SamplePart:
 
     Values of `made`: `latents` (the codec's output), `values` (the input as it was read), `inputs`
     (what the family computes from several inputs, `Family.encode_inputs`), `prompt` (embeddings of
-    a caption, with pictures where the family uses them).
+    a caption, with pictures where the family uses them), `audio` (latents of the clip's sound, and
+    where it is).
     """
 
-    made: Literal["latents", "values", "inputs", "prompt"]
+    made: Literal["latents", "values", "inputs", "prompt", "audio"]
     reads: Mapping[str, Wanted]  # inputs by name in data.conditioning; "" is the clip itself
     bucket: Bucket  # shape of the clip's window
     caption: str = ""  # for a prompt
@@ -84,6 +86,8 @@ class Cache:
     together: tuple[str, ...] = ()  # names of the inputs that the family itself encodes together
     inputs: str = ""  # fingerprint of the encoder of the inputs `together`
     with_text: tuple[str, ...] = ()  # names of the pictures that are encoded together with captions
+    audio: AudioFormat | None = None  # sound that the model takes; None: none is kept
+    audio_codec: str = ""  # fingerprint of its encoder
 
     def __getstate__(self) -> dict[str, Any]:
         # The open packs and hashes are cached properties: another process opens its own.
@@ -133,6 +137,9 @@ class Cache:
         if self.together:
             mine = {name: inputs[name] for name in self.together}
             parts.append(SamplePart("inputs", mine, bucket))
+        if self.audio is not None:
+            sound = audio_of(clip, window, self.audio)
+            parts.append(SamplePart("audio", {AUDIO: sound}, bucket))
         if self.with_text:
             seen = {name: inputs[name] for name in self.with_text}
             texts = dict.fromkeys(captions or (clip.caption, self.no_caption))
@@ -153,6 +160,10 @@ class Cache:
         if part.made == "prompt":
             what = f"the embeddings of {part.caption!r} with {what}"
             return self._entry("prompts", self.text, (part.caption, *each), what)
+        if part.made == "audio":
+            assert self.audio is not None
+            length = self.audio.seconds(part.bucket.num_frames)
+            return self._entry("conditioning", self.audio_codec, (length, *each), what)
         facts = [part.bucket.num_frames, part.bucket.height, part.bucket.width]
         return self._entry("conditioning", self.inputs, (*facts, *each), what)
 
@@ -184,6 +195,9 @@ class Cache:
             facts += [wanted.untagged] if wanted.is_untagged and wanted.untagged != "bt601" else []
             facts += ["tone map"] if wanted.hdr else []
             return (*facts, *([wanted.frames] if wanted.frames else []))
+        if isinstance(wanted, AudioWindow):
+            facts = [wanted.identity, wanted.stream_index, wanted.first, wanted.offset]
+            return (*facts, wanted.num_samples, wanted.rate, wanted.channels)
         values = getattr(wanted, "values", None)
         facts = [values or ("alpha", wanted.identity)]  # of the clip itself, which may be in a tar
         if values is None and not getattr(wanted, "is_alpha", False):
@@ -257,7 +271,7 @@ class CachedSource:
         # The clip's latents are under "" until the end, like the codec's inputs under their names.
         for part in cache.parts(clip, window):
             found = packs.read(cache.entry(part))
-            if part.made == "inputs":
+            if part.made in ("inputs", "audio"):
                 conditioning |= found
                 continue
             if part.made == "prompt":

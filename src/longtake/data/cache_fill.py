@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from longtake.config import Bucket, DataSection
+from longtake.config import AUDIO, Bucket, DataSection
 from longtake.data import buckets, content, decode_worker, input_files, tasks
 from longtake.data.cache import Cache, CacheFailure, SamplePart
 from longtake.data.catalog import Catalog
@@ -37,9 +37,9 @@ from longtake.errors import ClipError, DataError
 from longtake.formatting import format_duration
 from longtake.heartbeat import HeartbeatDir
 
-EncodePart = Callable[[SamplePart, Mapping[str, NDArray[np.uint8]]], dict[str, Tensor]]
-"""A function that encodes one part of a sample: it takes the inputs by name, each [3, F, H, W], and
-returns the tensors of the part's cache entry."""
+EncodePart = Callable[[SamplePart, Mapping[str, NDArray[Any]]], dict[str, Tensor]]
+"""A function that encodes one part of a sample: it takes the inputs by name, each [3, F, H, W] or
+sound, and returns the tensors of the part's cache entry."""
 EncodeCaptions = Callable[[Sequence[str]], Sequence[dict[str, Tensor]]]
 """A function that encodes captions: it returns the tensors of each, without a batch dimension."""
 Progress = Callable[[int, int], object]  # called with (done, total)
@@ -460,15 +460,15 @@ def _finish(
 ) -> None:
     failures = dict[str, CacheFailure]()
     for part, contents in readings:
-        read, name = dict[str, NDArray[np.uint8]](), ""
+        read, name = dict[str, NDArray[Any]](), ""
         try:
             for name, content in contents.items():
-                read[name] = content.result()
+                read[name] = as_values(part.reads[name], content.result())
             entry = cache.entry(part)
             if writer.holds(entry):  # another process has written it meanwhile
                 continue
             if part.made == "values":
-                values = torch.from_numpy(as_values(part.reads[name], read[name]))
+                values = torch.from_numpy(read[name])
                 # Only one of equal frames is stored, such as a picture for the whole clip.
                 is_same = values.ndim == 4 and bool((values == values[:, :1]).all())
                 tensors = {"values": values[:, :1] if is_same else values}
@@ -484,7 +484,7 @@ def _finish(
         report.computed[entry.kind] += 1
     if failures:
         # The clip's own failure ("") is recorded before one of its inputs.
-        first = next(name for name in ("", *cache.data.conditioning) if name in failures)
+        first = next(name for name in ("", AUDIO, *cache.data.conditioning) if name in failures)
         report.failures[cache.latents(window).key] = failures[first]
         report.refuse_too_many(cache.data.max_quarantined_clips)
 

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from longtake.config import STEM, Bucket, ConditioningSection
 from longtake.data import stores
+from longtake.data.audio import AudioWindow, read_audio
 from longtake.data.clip import IMAGE_SUFFIXES, MEDIA_SUFFIXES, Clip, Given, Media, is_turned
 from longtake.data.decode import (
     ALPHA,
@@ -97,9 +98,9 @@ class ConditioningNumbers(FrameSpan):
 
 
 ConditioningInput = ConditioningPixels | ConditioningNumbers
-Wanted = Window | ConditioningInput
-"""Anything that a decoding worker reads for a sample: a window of the clip, or an input of
-`data.conditioning`."""
+Wanted = Window | ConditioningInput | AudioWindow
+"""Anything that a decoding worker reads for a sample: a window of the clip, its sound, or an input
+of `data.conditioning`."""
 
 
 def conditioning_path(clip_path: str, pattern: str) -> str:
@@ -264,7 +265,9 @@ def as_bytes(place: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def as_values(wanted: Wanted, content: NDArray[np.uint8]) -> NDArray[Any]:
-    """Convert the bytes that `read` returned for an input: pixels unchanged, numbers to float32."""
+    """Convert the bytes that `read` returned: pixels unchanged, numbers and sound to float32."""
+    if isinstance(wanted, AudioWindow):
+        return content.view(np.float32).reshape(wanted.channels + 1, -1)
     if not isinstance(wanted, ConditioningNumbers):
         return content
     numbers = content.view(np.float32)
@@ -281,7 +284,9 @@ def read(wanted: Wanted, out: NDArray[np.uint8] | None = None) -> NDArray[np.uin
         return read_window(wanted, out)
     content = np.empty(wanted.shape, np.uint8) if out is None else out
     assert content.shape == wanted.shape
-    if isinstance(wanted, ConditioningNumbers):
+    if isinstance(wanted, AudioWindow):
+        content[...] = read_audio(wanted).reshape(-1).view(np.uint8)
+    elif isinstance(wanted, ConditioningNumbers):
         content[...] = _numbers(wanted).reshape(-1).view(np.uint8)
     elif wanted.is_alpha and not _is_image(wanted.media):
         content[...] = 255

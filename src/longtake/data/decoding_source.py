@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from longtake.config import Bucket, DataSection
+from longtake.config import AUDIO, AudioFormat, Bucket, DataSection
 from longtake.data import buckets, input_files
+from longtake.data.audio import audio_of
 from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip, Indexed
 from longtake.data.conditioning import (
@@ -46,7 +47,8 @@ class FrameCache:
 class DecodingSource:
     """Decodes clips and their conditioning inputs to samples, as `CachedSource` reads a cache.
 
-    `known_inputs` is the content of the inputs' files when the run first used them.
+    `known_inputs` is the content of the inputs' files when the run first used them. With
+    `audio`, each sample has the sound of its window too.
     """
 
     def __init__(
@@ -56,8 +58,9 @@ class DecodingSource:
         cache: FrameCache,
         heartbeats: HeartbeatDir | None,
         known_inputs: Mapping[str, Indexed],
+        audio: AudioFormat | None = None,
     ) -> None:
-        self.data = data
+        self.data, self.audio = data, audio
         self.cache = cache
         self.known_inputs = known_inputs
         # Objects that should exist in each store, to tell a missing clip from a store that is down.
@@ -96,6 +99,9 @@ class PixelBuffer:
             name: empty_conditioning(section, shape, num_places)
             for name, section in source.data.conditioning.items()
         }
+        if (audio := source.audio) is not None:
+            size = num_places, audio.channels + 1, audio.num_samples(frames)
+            self._inputs[AUDIO] = np.empty(size, np.float32)
         self._pending: dict[int, _PendingPixels] = {}
 
     def begin(self, place: int, clip: Clip, window: Window) -> None:
@@ -105,6 +111,9 @@ class PixelBuffer:
         for name, wanted in conditioning_of(clip, window, data.conditioning).items():
             wanted = input_files.with_known(wanted, self.source.known_inputs)
             requested[name] = self._request(wanted, as_bytes(self._inputs[name][place]))
+        if (audio := self.source.audio) is not None:
+            sound, out = audio_of(clip, window, audio), as_bytes(self._inputs[AUDIO][place])
+            requested[AUDIO] = self._request(sound, out)
         is_kept = buckets.is_only_window(clip, self._shape, data)
         self._pending[place] = _PendingPixels(window, is_kept, requested)
 

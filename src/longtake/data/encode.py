@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import chain
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import av
 import numpy as np
@@ -44,12 +44,20 @@ _BT709, _SMPTE170M = 1, 6  # colour matrices of ITU-T H.273; SMPTE 170M is that 
 _FAST_TO_READ = {"preset": "veryfast", "tune": "fastdecode"}
 
 
+class Sound(NamedTuple):
+    """Sound of a video: samples [channels, N] float32 from -1 to 1, and their number per second."""
+
+    samples: NDArray[np.float32]
+    rate: int
+
+
 def write_video(
     path: Path,
     frames: NDArray[np.uint8],
     fps: float,
     crf: int = 12,
     pixel_format: Literal["yuv420p", "rgb24"] = "yuv420p",
+    sound: Sound | None = None,
 ) -> None:
     """Write frames as H.264 in an mp4 file, which appears under its name only when it is complete.
 
@@ -60,6 +68,7 @@ def write_video(
         crf: constant rate factor of x264, 0 (lossless) to 51; a lower one gives a larger and better
             file.
         pixel_format: rgb24 keeps the colour of every pixel, but browsers do not play it.
+        sound: one or two channels, written as AAC.
 
     Raises:
         DataError: the frames' shape or type does not fit, or the file cannot be written.
@@ -83,9 +92,21 @@ def write_video(
         stream.width, stream.height, stream.pix_fmt = width, height, pixel_format
         if pixel_format == "yuv420p":
             _tag(stream.codec_context, height)
+        # Before the first frame, at which the file's header is written.
+        track = None if sound is None else container.add_stream("aac", rate=sound.rate)
         for picture in frames:
             rgb = av.VideoFrame.from_ndarray(np.ascontiguousarray(picture), "rgb24")
             container.mux(stream.encode(rgb if pixel_format == "rgb24" else in_yuv(rgb)))
+        if sound is not None and track is not None:
+            _mux_sound(container, track, sound)
+
+
+def _mux_sound(container: OutputContainer, track: Any, sound: Sound) -> None:
+    layout = "mono" if len(sound.samples) == 1 else "stereo"
+    samples = np.ascontiguousarray(sound.samples)
+    frame = av.AudioFrame.from_ndarray(samples, format="fltp", layout=layout)
+    frame.sample_rate, frame.pts = sound.rate, 0
+    container.mux([*track.encode(frame), *track.encode(None)])
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from longtake.config import Bucket, DataSection
+from longtake.config import AudioFormat, Bucket, DataSection
 from longtake.data import input_files
 from longtake.data.assembler import BatchAssembler, PendingBatch, SampleSource
 from longtake.data.batch import Batch, num_places
@@ -94,6 +94,7 @@ class Loader:
         kept: folder for copies of the catalogs, which a run needs to resume after its data changed.
         heartbeats: folder for the heartbeats of decoding processes; None writes none.
         prefetch_batches: minimum number of batches decoded ahead of the training step.
+        audio: the sound that the model takes beside each window; None: none is read.
 
     Raises:
         DataError: a catalog cannot be read or lacks a column of `data.conditioning`, the batch size
@@ -111,6 +112,7 @@ class Loader:
         kept: Path | None = None,
         heartbeats: Path | None = None,
         prefetch_batches: int = PREFETCH_BATCHES,
+        audio: AudioFormat | None = None,
     ) -> None:
         # The smallest batch of any stage and bucket decides.
         smallest = min(min(data.batch_sizes(each, batch_size)) for each in data.curriculum())
@@ -133,6 +135,7 @@ class Loader:
         self._batch_size, self._seed, self._kept = batch_size, seed, kept
         self._assembler = BatchAssembler(data, seed, rank, world_size, self.quarantine)
         self._ahead = world_size, prefetch_batches
+        self._audio = audio
         self._frame_cache = FrameCache(data.frame_cache_gib * 2**30)
         self._cached: tuple[Cache, Mapping[str, CacheFailure]] | None = None
         self._begun: Prefetch | None = None  # prefetch for the next call of `batches`
@@ -254,7 +257,9 @@ class Loader:
         """
         self.close()
         facts = self.data, self.catalogs, self._frame_cache, self.heartbeats, self.known_inputs
-        source = CachedSource(*self._cached) if self._cached else DecodingSource(*facts)
+        source = (
+            CachedSource(*self._cached) if self._cached else DecodingSource(*facts, self._audio)
+        )
         self._begun = Prefetch(source, self._assembler, *self._ahead, self.data.workers)
         end = _earlier(end_step, self.plan_history.end_step)
         self._begun.fill(self.plan_history, self.skipped, self.step, end)

@@ -12,7 +12,8 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from longtake.config import Bucket, DataSection, Recipe
+from longtake.config import AUDIO, Bucket, DataSection, Recipe
+from longtake.data.audio import audio_of
 from longtake.data.buckets import choose, sample_window
 from longtake.data.catalog import Catalog
 from longtake.data.checks import refuse_without_conditioning
@@ -23,6 +24,7 @@ from longtake.data.stages import captioned_rows
 from longtake.data.training_captions import sample_caption
 from longtake.data.window import Window
 from longtake.errors import DataError, PlanError
+from longtake.models.audio import audio_format, take_audio, training_audio
 from longtake.models.base import Conditioning
 from longtake.models.conditioning import encode_inputs, training_conditioning
 from longtake.models.objective import FlowBatch, flow_losses
@@ -43,6 +45,7 @@ class Encoded(NamedTuple):
     noise: Tensor
     conditioning: Conditioning
     loss_weights: Tensor | None
+    audio: dict[str, Tensor]  # as `FlowBatch.audio`
 
 
 @dataclass
@@ -180,12 +183,20 @@ def _encode_pictures(
     window, given = _read_inputs(clip, bucket, data, device)
     video = torch.from_numpy(read(window))[None]
     latents = parts.codec.encode(video.to(device))
+    if (wanted := audio_format(sampler.recipe, parts.codec.audio)) is not None:
+        sound = audio_of(clip, window, wanted)
+        given[AUDIO] = torch.from_numpy(as_values(sound, read(sound)))[None].to(device)
+    audio = take_audio(sampler.recipe, parts.codec.audio, given, bucket)
     encoded, weights = encode_inputs(parts, sampler.recipe, given, bucket)
     # On the CPU: with the same seed, other devices draw other numbers.
     generator = torch.Generator().manual_seed(derive("held_out", clip.identity))
     noise = torch.randn(latents.shape, generator=generator)
+    of_audio = torch.randn(audio["audio_latents"].shape, generator=generator) if audio else None
+    on_host = {name: each.cpu() for name, each in audio.items()}
     inputs = {name: each.cpu() for name, each in {**caption, **encoded}.items()}
-    return Encoded(latents.cpu(), noise, inputs, None if weights is None else weights.cpu())
+    weights = None if weights is None else weights.cpu()
+    streams = training_audio(sampler.recipe, on_host, of_audio)
+    return Encoded(latents.cpu(), noise, inputs, weights, streams)
 
 
 def _losses(
@@ -219,9 +230,12 @@ def _computed(sampler: Sampler, batch: Sequence[Encoded], sigma: float) -> list[
         name: torch.cat([each.conditioning[name] for each in batch]).to(device)
         for name in batch[0].conditioning
     }
+    audio = {
+        name: torch.cat([each.audio[name] for each in batch]).to(device) for name in batch[0].audio
+    }
     sigmas = torch.full((len(batch),), sigma, device=device)
     inputs = training_conditioning(parts, sampler.recipe, conditioning)
     masked = [each.loss_weights for each in batch if each.loss_weights is not None]
     weights = torch.cat(masked).to(device) if masked else None
-    examples = FlowBatch(latents, noise, sigmas, inputs, weights)
+    examples = FlowBatch(latents, noise, sigmas, inputs, weights, audio=audio)
     return flow_losses(parts, examples, sampler.precision, device).tolist()

@@ -151,6 +151,8 @@ class Defaults:
     """Share of the sigmas drawn uniformly if the release's shift is trained. If it is above 0, the
     others are stretched over [0, 1] (`stretched_logit_normal`).
     """
+    audio_shift: float = 1.0
+    """Factor by which the sigmas of the audio are shifted relative to those of its video."""
 
 
 @dataclass(frozen=True)
@@ -431,6 +433,14 @@ class Family(ABC):
         """
         return Defaults()
 
+    def with_audio(self, section: ModelSection) -> "Family":
+        """Return the family as `model.audio` says.
+
+        With audio its codec names the parts of the audio codec (`PipelinePart.audio`), and its
+        blocks are described with what is trained then.
+        """
+        return self
+
     def distils_guidance(self, model: nn.Module) -> bool:
         """Return True if the model takes the guidance scale as an input: it has no second pass."""
         return False
@@ -440,6 +450,15 @@ class Family(ABC):
         self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
         """Predict the velocity [B, C, F, H, W] for latents of that shape and sigmas [B]."""
+
+    def predict_streams(
+        self, model: nn.Module, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the velocities of video and audio, for a family with audio.
+
+        `conditioning` has the noisy latents of the audio, `audio` [B, L, D], at `audio_sigmas` [B].
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no audio")
 
     def guided(self, conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
         """Combine velocities [B, C, F, H, W] by classifier-free guidance, as the pipeline does."""
@@ -480,6 +499,11 @@ class Family(ABC):
         Raises:
             RecipeError: ComfyUI has no such model.
         """
+
+
+def family_of(section: ModelSection) -> Family:
+    """Return the family that a section names, with or without its audio."""
+    return family(section.family).with_audio(section)
 
 
 def family(name: str) -> Family:

@@ -14,6 +14,7 @@ from longtake.config import Bucket, CodecSection
 from longtake.errors import RecipeError, SamplingError
 from longtake.fsio import Count, read_record, write_json
 from longtake.models import deferred_init, numerics, pretrained, releases
+from longtake.models.audio import AudioCodec, build_audio_codec
 from longtake.models.tiled_encoding import can_tile, encode_tiles
 
 NO_PATCH = (1, 1, 1)
@@ -45,6 +46,9 @@ class Codec(Protocol):
 
     can_tile: bool
     """Whether `encode_tile` may be more than 0."""
+
+    audio: AudioCodec | None
+    """Codec of the sound of clips; None if the model gets none."""
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """Return the shape (F', H', W') of the latents of a clip.
@@ -87,6 +91,7 @@ class PixelCodec:
     chunk = 1
     encode_tile = 0
     can_tile = False
+    audio: AudioCodec | None = None
 
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         return bucket.num_frames, bucket.height, bucket.width
@@ -110,6 +115,8 @@ class PixelCodec:
 class _Autoencoder:
     """Base class of codecs that wrap a frozen autoencoder of diffusers."""
 
+    audio: AudioCodec | None = None
+
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
         self._is_pretrained = is_pretrained
@@ -117,10 +124,11 @@ class _Autoencoder:
         self.can_tile = can_tile(autoencoder)
 
     def modules(self) -> list[nn.Module]:
-        return [self.autoencoder]
+        return [self.autoencoder, *(self.audio.parts if self.audio else ())]
 
     def to(self, device: torch.device) -> None:
-        self.autoencoder.to(device)
+        for module in self.modules():
+            module.to(device)
         if device.type == "cuda":
             use_channels_last(self.autoencoder)
 
@@ -530,6 +538,8 @@ def _build(
             f"codec.encode_tile is {tile}, but this {part.class_name} encodes whole clips only. "
             'Leave codec.encode_tile out, or set it to "auto" or 0.'
         )
+    if part.audio:
+        codec.audio = build_audio_codec(part.audio, where, outlined=outlined)
     codec.encode_tile = tile
     return codec
 

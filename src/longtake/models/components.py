@@ -27,6 +27,7 @@ from longtake.models import (
     releases,
     trainable,
 )
+from longtake.models.audio import audio_format
 from longtake.models.base import (
     FAMILIES,
     Conditioning,
@@ -34,6 +35,7 @@ from longtake.models.base import (
     Family,
     LatentShape,
     family,
+    family_of,
     latent_shape,
 )
 from longtake.models.codec import Codec, build_codec, outline_codec
@@ -78,6 +80,19 @@ class Components:
     ) -> Tensor:
         added_module.condition(self.model, noisy_latents, sigmas, conditioning)
         return self.family.predict_velocity(self.model, noisy_latents, sigmas, conditioning)
+
+    def predict_streams(
+        self, video: Tensor, audio: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> tuple[Tensor, Tensor]:
+        """Predict the velocities of noisy video, at `sigmas`, and of the noisy audio beside it."""
+        at = self.audio_sigmas(sigmas)
+        conditioning = conditioning | {"audio": audio, "audio_sigmas": at}
+        added_module.condition(self.model, video, sigmas, conditioning)
+        return self.family.predict_streams(self.model, video, sigmas, conditioning)
+
+    def audio_sigmas(self, sigmas: Tensor) -> Tensor:
+        """Return the sigmas of the audio where its video has these."""
+        return timesteps.shift_sigmas(sigmas, self.defaults.audio_shift)
 
     def shift_rule(self, shift: config.Shift | None) -> ShiftRule:
         """Return the rule by which sigmas are shifted, for a recipe's value.
@@ -252,7 +267,7 @@ def build_frozen_parts(
 
     Without `with_text` the text encoder has shapes, but cannot encode.
     """
-    chosen, section = family(recipe.model.family), text_section(recipe)
+    chosen, section = family_of(recipe.model), text_section(recipe)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         codec = build_codec(recipe.codec, chosen.frozen.codec, made)
@@ -290,6 +305,7 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
         return located
     for key, where, part in (
         ("codec", recipe.codec.pretrained, parts.codec),
+        *(("codec", recipe.codec.pretrained, part) for part in parts.codec.audio),
         ("text", recipe.text.pretrained, parts.text),
         ("text.pooled", None if second is None else second.pretrained, parts.pooled),
         ("text", recipe.text.pretrained, parts.processor),
@@ -310,7 +326,7 @@ def chosen_family(section: config.ModelSection) -> Family:
     recognition.refuse_other_family(section, FAMILIES)
     if (release := section.release()) is not None:
         release_checks.refuse_wrong_expert(releases.pipeline_index(release), section)
-    chosen = family(section.family)
+    chosen = family_of(section)
     if section.transformer_class is not None and not hasattr(chosen, "transformer_class"):
         raise RecipeError(
             f"model.transformer_class = {section.transformer_class!r} takes the place of a "
@@ -318,6 +334,12 @@ def chosen_family(section: config.ModelSection) -> Family:
             "own builds any model: docs/guides/modules.md."
         )
     return chosen
+
+
+def audio_wanted(recipe: config.Recipe) -> config.AudioFormat | None:
+    """Return the sound of clips that the model takes, by the configuration of its audio codec."""
+    part = family_of(recipe.model).frozen.codec
+    return audio_format(recipe, outline_codec(recipe.codec, part).audio) if part.audio else None
 
 
 def text_section(recipe: config.Recipe) -> config.TextSection:
@@ -331,7 +353,7 @@ def text_section(recipe: config.Recipe) -> config.TextSection:
 
 def source_of(recipe: config.Recipe, *, resumed: bool, is_sharded: bool) -> Source:
     # A checkpoint lacks frozen parameters: with any of these it is not the whole model.
-    is_whole = recipe.trainable.base() == "full" and not family(recipe.model.family).block.untrained
+    is_whole = recipe.trainable.base() == "full" and not family_of(recipe.model).block.untrained
     if resumed and is_whole:  # a checkpoint has what is trained
         return "checkpoint"
     if recipe.trainable.kind == "dora":  # its magnitudes begin as the lengths of the weights' rows

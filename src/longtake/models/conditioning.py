@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longtake.config import Bucket, ConditioningSection, Recipe
-from longtake.models.base import Conditioning, Family, family
+from longtake.models.base import Conditioning, Family, family_of
 from longtake.models.codec import Codec
 from longtake.models.components import Components
 from longtake.models.pretrained import PipelinePart
@@ -47,7 +47,7 @@ def encoded_together(chosen: Family, recipe: Recipe) -> tuple[str, ...]:
 
 def text_reads_pictures(recipe: Recipe) -> bool:
     """Return true if a text encoder reads pictures, either alone or together with captions."""
-    chosen = family(recipe.model.family)
+    chosen = family_of(recipe.model)
     alone = encoded_together(chosen, recipe) and further_encoders(recipe, of_captions=False)
     return bool(alone or chosen.text.seen_pictures(recipe.model_inputs()))
 
@@ -57,7 +57,7 @@ def further_encoders(recipe: Recipe, *, of_captions: bool) -> list[PipelinePart]
 
     They are those that read captions, or those that read pictures.
     """
-    where, parts = recipe.text.pretrained, family(recipe.model.family).frozen.further
+    where, parts = recipe.text.pretrained, family_of(recipe.model).frozen.further
     wanted = [each for each in parts if each.reads_captions == of_captions]
     return [] if where is None else [each for each in wanted if has_part(where, each)]
 

@@ -36,6 +36,8 @@ class TransformerCall(NamedTuple):
     read: Callable[[Any], Tensor]
     """Function that turns the first value that `forward` returns into the prediction [B, C, F, H,
     W], in the model's sign."""
+    read_audio: Callable[[Any], Tensor] = lambda audio: audio
+    """Function that turns the second value into the prediction for the audio [B, L, D]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +170,21 @@ class DiffusersFamily(Family):
     def predict_velocity(
         self, model: Any, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
     ) -> Tensor:
+        call, output = self._run(model, noisy_latents, sigmas, conditioning)
+        velocity = call.read(output[0])
+        return -velocity if self.negates else velocity
+
+    def predict_streams(
+        self, model: Any, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> tuple[Tensor, Tensor]:
+        call, output = self._run(model, noisy_latents, sigmas, conditioning)
+        video, audio = call.read(output[0]), call.read_audio(output[1])
+        return (-video, -audio) if self.negates else (video, audio)
+
+    def _run(
+        self, model: Any, noisy_latents: Tensor, sigmas: Tensor, conditioning: Conditioning
+    ) -> tuple[TransformerCall, Any]:
+        """Call the transformer; return the call and its output, a tuple."""
         first, last = self.time_range
         # Sigmas of a range of 1 are not multiplied, so that they are not rounded.
         timesteps = sigmas if last - first == 1 else sigmas * (last - first)
@@ -179,9 +196,7 @@ class DiffusersFamily(Family):
             conditioning,
         )
         with numerics.mixed_norms():
-            output = model(**call.inputs, return_dict=False)[0]
-        velocity = call.read(output)
-        return -velocity if self.negates else velocity
+            return call, model(**call.inputs, return_dict=False)
 
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         return self.block.patch_size

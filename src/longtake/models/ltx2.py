@@ -1,12 +1,13 @@
-"""LTX-2: diffusers' `LTX2VideoTransformer3DModel`, whose video part is trained.
+"""LTX-2: diffusers' `LTX2VideoTransformer3DModel`, which makes video and audio.
 
-The transformer makes video and audio, and each attends to the other. Here they are isolated, as in
-the passes that its pipeline makes for modality guidance: the video then depends on no audio. One
-token of zeros stands for the audio, so that its blocks take next to no time.
+Each attends to the other. With `model.audio = "off"` they are isolated, as in the passes that the
+pipeline makes for modality guidance: the video then depends on no audio, and one token of zeros
+stands for it, so that its blocks take next to no time.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,8 +27,12 @@ _CONNECTORS = "connectors"
 _I2V = "LTX2ImageToVideoPipeline"
 
 
+@dataclass(frozen=True)
 class LTX2Text(TextContract):
     """How LTX-2 encodes text: all hidden layers of a Gemma 3, joined by its connectors."""
+
+    with_audio: bool = False
+    """True to return the embeddings of the audio's own connector too."""
 
     def encode(
         self, pipeline: Any, captions: list[str], max_tokens: int, pictures: Mapping[str, Tensor]
@@ -39,14 +44,21 @@ class LTX2Text(TextContract):
                 [caption], do_classifier_free_guidance=False, max_sequence_length=max_tokens
             )
             side = pipeline.tokenizer.padding_side
-            embeds.append(pipeline.connectors(layers, mask, padding_side=side)[0])
-        return {"prompt_embeds": torch.cat(embeds)}
+            embeds.append(pipeline.connectors(layers, mask, padding_side=side)[:2])
+        video, audio = map(torch.cat, zip(*embeds, strict=True))
+        of_audio = {"audio_prompt_embeds": audio} if self.with_audio else {}
+        return {"prompt_embeds": video, **of_audio}
 
     def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
         config: Any = encoders[_CONNECTORS].config
-        heads = config.video_connector_num_attention_heads
-        width = heads * config.video_connector_attention_head_dim
-        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
+        streams = {"prompt_embeds": "video"}
+        streams |= {"audio_prompt_embeds": "audio"} if self.with_audio else {}
+        outlined = {}
+        for name, stream in streams.items():
+            heads = config[f"{stream}_connector_num_attention_heads"]
+            width = heads * config[f"{stream}_connector_attention_head_dim"]
+            outlined[name] = torch.empty(1, max_tokens, width, device="meta")
+        return outlined
 
     def run(self, encoders: Mapping[str, nn.Module], max_tokens: Mapping[str, int]) -> None:
         for folder, length in max_tokens.items():
@@ -74,6 +86,26 @@ def _share_tokens(model: Any, sharing: TokenSharing) -> None:
     diffusers_family.share_inputs(model, sharing, dims, ["hidden_states"])
     for block in model.transformer_blocks:
         diffusers_family.share_attention(block.attn1, sharing)
+
+
+_AUDIO_PARTS = (
+    pretrained.PipelinePart(("AutoencoderKLLTX2Audio",), "audio_vae", module="diffusers"),
+    pretrained.PipelinePart(
+        ("LTX2Vocoder", "LTX2VocoderWithBWE"), "vocoder", module="diffusers.pipelines.ltx2.vocoder"
+    ),
+)
+_AUDIO_STREAM = (  # weights of the audio alone; "[!t]" leaves out the attention of the video to it
+    "audio_*",
+    "av_cross_attn_audio_*",
+    "*.audio_[!t]*",
+    "*.video_to_audio_*",
+)
+
+
+def _lora_targets(attentions: Sequence[str]) -> tuple[str, ...]:
+    # Plain "to_q" and so on would also match the attentions that are not trained.
+    layers = DiffusersBlocks.lora_targets
+    return tuple(f"{attention}.{layer}" for attention in attentions for layer in layers)
 
 
 class LTX2(diffusers_family.DiffusersFamily):
@@ -104,12 +136,7 @@ class LTX2(diffusers_family.DiffusersFamily):
     inputs = LTX2Inputs(takes_fps=True, has_audio=True)
     block = DiffusersBlocks(
         patch_size=(1, 1, 1),
-        # Plain "to_q" and so on would also match the audio's attentions, which are not trained.
-        lora_targets=tuple(
-            f"{attention}.{layer}"
-            for attention in ("attn1", "attn2")
-            for layer in DiffusersBlocks.lora_targets
-        ),
+        lora_targets=_lora_targets(("attn1", "attn2")),
         arguments={
             **DiffusersBlocks().arguments,
             "rope": "video_rotary_emb",
@@ -133,6 +160,23 @@ class LTX2(diffusers_family.DiffusersFamily):
     )
     guidance_scale = 3.0
     num_inference_steps = 30
+
+    def with_audio(self, section: ModelSection) -> base.Family:
+        if not section.uses_audio:
+            return self
+        made, trains = copy.copy(self), section.audio == "train"
+        made.frozen = replace(self.frozen, codec=replace(self.frozen.codec, audio=_AUDIO_PARTS))
+        made.text = LTX2Text(with_audio=True, version=2)
+        attentions = (*self.block.attentions, "audio_to_video_attn", "video_to_audio_attn")
+        trained = attentions if trains else ("attn1", "attn2", "audio_to_video_attn")
+        made.block = replace(
+            self.block,
+            attentions=attentions,
+            lora_targets=_lora_targets(trained),
+            untrained=() if trains else _AUDIO_STREAM,
+            share=None,
+        )
+        return made
 
     def defaults(self, section: ModelSection) -> base.Defaults:
         # The share of Lightricks' own trainer; see `stretched_logit_normal`.
@@ -171,29 +215,21 @@ class LTX2(diffusers_family.DiffusersFamily):
     ) -> diffusers_family.TransformerCall:
         noisy_latents = self.inputs.with_given(noisy_latents, conditioning)
         clips, _, *sizes = noisy_latents.shape
-        text, config = conditioning["prompt_embeds"].to(noisy_latents), model.config
-        audio = noisy_latents.new_zeros(clips, 1, config.audio_in_channels)
-        width = config.caption_channels
-        if not config.use_prompt_embeddings:  # LTX-2.3
-            width = config.audio_num_attention_heads * config.audio_attention_head_dim
+        text = conditioning["prompt_embeds"].to(noisy_latents)
         free = self.inputs.loss_weights(noisy_latents, conditioning)
         video_timesteps = timesteps
         # Given frames are clean: their tokens are at timestep 0.
         if free is not None:
             video_timesteps = free.flatten(1).to(timesteps) * timesteps[:, None]
         inputs = {
+            **_audio_inputs(model.config, text, timesteps, conditioning),
             "hidden_states": noisy_latents.flatten(2).mT,
-            "audio_hidden_states": audio,
             "encoder_hidden_states": text,
-            "audio_encoder_hidden_states": text.new_zeros(clips, 1, width),
             "timestep": video_timesteps,
-            "audio_timestep": timesteps,
             "sigma": timesteps,
             "video_coords": model.rope.prepare_video_coords(
                 clips, *sizes, noisy_latents.device, fps=conditioning["fps"][:, None, None]
             ),
-            "audio_num_frames": 1,
-            "isolate_modalities": True,
             "use_cross_timestep": True,
         }
         return diffusers_family.TransformerCall(
@@ -206,6 +242,30 @@ class LTX2(diffusers_family.DiffusersFamily):
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         return f"{'diffusion_model.' if is_lora else ''}{original_name(name)}"
+
+
+def _audio_inputs(
+    config: Any, text: Tensor, timesteps: Tensor, conditioning: base.Conditioning
+) -> dict[str, Any]:
+    """Return the transformer's inputs of the audio: a token of zeros apart where there is none."""
+    if "audio" in conditioning:
+        audio = conditioning["audio"].to(text)
+        return {
+            "audio_hidden_states": audio,
+            "audio_encoder_hidden_states": conditioning["audio_prompt_embeds"].to(text),
+            "audio_timestep": conditioning["audio_sigmas"] * 1000,
+            "audio_num_frames": audio.shape[1],
+        }
+    width = config.caption_channels
+    if not config.use_prompt_embeddings:  # LTX-2.3
+        width = config.audio_num_attention_heads * config.audio_attention_head_dim
+    return {
+        "audio_hidden_states": text.new_zeros(len(text), 1, config.audio_in_channels),
+        "audio_encoder_hidden_states": text.new_zeros(len(text), 1, width),
+        "audio_timestep": timesteps,
+        "audio_num_frames": 1,
+        "isolate_modalities": True,
+    }
 
 
 # The inverse of diffusers' `_convert_non_diffusers_ltx2_lora_to_diffusers`.

@@ -17,6 +17,7 @@ from longtake.errors import ModelError, RecipeError
 from longtake.flow import path
 from longtake.formatting import did_you_mean
 from longtake.models import numerics, pretrained, trainable
+from longtake.models.audio import audio_shape
 from longtake.models.base import Conditioning, latent_shape
 from longtake.models.components import Components
 from longtake.models.conditioning import outline_conditioning, outline_no_caption
@@ -38,6 +39,9 @@ class FlowBatch:
     # Embeddings of the empty caption [B, ...] or [1, ...], for objectives with `uses_no_caption`.
     no_caption: Conditioning = field(default_factory=dict)
     source: str = ""  # name of the samples' catalog in the recipe; "" if it is not known
+    # Of the audio: `latents` and `noise` [B, L, D], and `weights` [B, L] of its loss, 0 where the
+    # clip has no sound. Empty for the video alone.
+    audio: dict[str, Tensor] = field(default_factory=dict)
 
     def without_captions(self) -> "FlowBatch":
         """Return the same samples with the empty caption."""
@@ -92,13 +96,17 @@ class Passes:
         Recomputation, offloading, streaming, FSDP2 and the memory plan rely on a backward pass
         that follows the last forward pass, through each block once.
         """
+        return self.predict_streams(batch)[0]
+
+    def predict_streams(self, batch: FlowBatch) -> tuple[Tensor, Tensor | None]:
+        """Predict the velocities of video and audio in place of `predict`; None without audio."""
         if self.num_trained:
             raise ModelError(
                 "An objective predicts with gradients a second time in one step. Give the model "
                 "all samples at once: longtake.models.objective.joined makes one batch of several."
             )
         self.num_trained = len(batch.sigmas)
-        return self._velocity(batch)
+        return self._velocities(batch)
 
     def predict_frozen(self, batch: FlowBatch, *, adapter: bool = True) -> Tensor:
         """Predict velocities [B, C, F, H, W] without gradients, by the model as it is now.
@@ -118,15 +126,20 @@ class Passes:
             )
         self.num_frozen += len(batch.sigmas)
         with torch.no_grad(), nullcontext() if adapter else trainable.without_adapter(self.model):
-            predicted = self._velocity(batch)
+            predicted, _ = self._velocities(batch)
         # FSDP2 would wait for a backward pass of this one.
         fsdp.free_gathered(self.model)
         return predicted
 
-    def _velocity(self, batch: FlowBatch) -> Tensor:
-        noisy = path.interpolate(batch.latents, batch.noise, batch.sigmas)
+    def _velocities(self, batch: FlowBatch) -> tuple[Tensor, Tensor | None]:
+        parts, sigmas, audio = self._parts, batch.sigmas, batch.audio
+        noisy = path.interpolate(batch.latents, batch.noise, sigmas)
         with self._autocast:
-            return self._parts.predict_velocity(noisy, batch.sigmas, batch.conditioning)
+            if not audio:
+                return parts.predict_velocity(noisy, sigmas, batch.conditioning), None
+            at = parts.audio_sigmas(sigmas)
+            noisy_audio = path.interpolate(audio["latents"], audio["noise"], at)
+            return parts.predict_streams(noisy, noisy_audio, sigmas, batch.conditioning)
 
     def velocity_losses(
         self, batch: FlowBatch, predicted: Tensor, target: Tensor | None = None
@@ -154,6 +167,16 @@ class Passes:
             target = path.velocity(batch.latents, batch.noise)
         return path.velocity_loss(predicted, target, weights)
 
+    def audio_losses(self, batch: FlowBatch, predicted: Tensor) -> Tensor:
+        """Compute the loss [B] fp32 of the predicted velocity [B, L, D] of the audio.
+
+        It is the mean over all positions of weight * (mean square at the position). Silence in
+        place of sound that a clip lacks has the weight 0.
+        """
+        target = path.velocity(batch.audio["latents"], batch.audio["noise"])
+        errors = (predicted.float() - target.float()).square().mean(dim=2)
+        return (errors * batch.audio["weights"]).mean(dim=1)
+
 
 class Objective(ABC):
     """The loss of a training; a class of your own may be named in `objective.kind`.
@@ -172,6 +195,8 @@ class Objective(ABC):
     sources: Sequence[str] = ()
     """Names of catalogs whose batches have another loss, by `FlowBatch.source`, and take the most
     memory: the plan is made for such a batch."""
+    trains_audio: bool = False
+    """True if the losses contain that of the audio, for a recipe with `model.audio` = "train"."""
 
     def networks(self) -> Sequence[nn.Module]:
         """Return frozen networks, which are moved to the device and whose memory is planned."""
@@ -193,8 +218,12 @@ class Objective(ABC):
 class FlowMatching(Objective):
     """The mean squared error of the velocity of the path to noise (`flow.path`): the default."""
 
+    trains_audio = True
+
     def losses(self, passes: Passes, batch: FlowBatch) -> Tensor:
-        return passes.velocity_losses(batch, passes.predict(batch))
+        video, audio = passes.predict_streams(batch)
+        losses = passes.velocity_losses(batch, video)
+        return losses if audio is None else losses + passes.audio_losses(batch, audio)
 
 
 class GuidedTarget(Objective):
@@ -289,6 +318,11 @@ def build_objective(recipe: config.Recipe) -> Objective:
                 f"{key} has a loss for the catalog {name}, which the recipe lacks; "
                 f"{did_you_mean(name, known)}"
             )
+    if recipe.model.audio == "train" and not objective.trains_audio:
+        raise RecipeError(
+            f'{key} has a loss of the video alone, and model.audio is "train". Set it to "attend": '
+            "the video is then trained beside the audio of its clips."
+        )
     for network in objective.networks():
         network.requires_grad_(False).eval()
     return objective
@@ -327,7 +361,10 @@ def flow_losses(
 def losses_of_zero(parts: Components, batch: FlowBatch) -> Tensor:
     """Compute the flow-matching loss [B] fp32 of each sample for a velocity of 0 everywhere."""
     passes = Passes(parts, "fp32", batch.noise.device)
-    return passes.velocity_losses(batch, torch.zeros_like(batch.noise))
+    losses = passes.velocity_losses(batch, torch.zeros_like(batch.noise))
+    if not batch.audio:
+        return losses
+    return losses + passes.audio_losses(batch, torch.zeros_like(batch.audio["noise"]))
 
 
 def outline_batch(
@@ -338,7 +375,10 @@ def outline_batch(
     size: int = 1,
 ) -> FlowBatch:
     """Outline a micro-batch of an objective: shapes on the meta device, no values."""
-    shape = latent_shape(parts.codec, bucket)
+    shape, audio = latent_shape(parts.codec, bucket), dict[str, Tensor]()
+    if (of_audio := audio_shape(recipe, parts.codec.audio, bucket)) is not None:
+        sizes = {"latents": of_audio, "noise": of_audio, "weights": of_audio[:1]}
+        audio = {name: torch.empty(size, *each, device="meta") for name, each in sizes.items()}
     empty = outline_no_caption(parts, recipe, bucket, size) if objective.uses_no_caption else {}
     with torch.device("meta"):
         return FlowBatch(
@@ -348,6 +388,7 @@ def outline_batch(
             conditioning=outline_conditioning(parts, recipe, bucket, size),
             loss_weights=torch.empty(size, 1, *shape[1:]) if recipe.flow.loss_mask else None,
             no_caption=empty,
+            audio=audio,
         )
 
 

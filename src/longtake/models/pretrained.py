@@ -50,6 +50,7 @@ class PipelinePart:
     tokenizer_class: str = "AutoTokenizer"  # name in transformers
     module: str = "transformers"  # Python module that has the encoder's class
     reads_captions: bool = False  # in `FrozenParts.further`: False for encoders of pictures
+    audio: tuple["PipelinePart", ...] = ()  # of a codec: the parts of the audio codec beside it
 
     @property
     def class_name(self) -> str:

@@ -79,13 +79,14 @@ def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
         raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
     if audio is None and chosen.inputs.has_audio:
         raise RecipeError(
-            f"{named} makes videos with audio, and longtake trains its video alone. Set "
-            'model.audio = "off": video and audio are isolated from each other, and the audio\'s '
-            "weights stay as they are (docs/guides/families.md)."
+            f'{named} makes videos with audio. Set model.audio = "train" to learn both, "attend" '
+            'to learn the video beside the audio of its clips, or "off": both are then isolated '
+            "from each other, and the audio's weights stay as they are (docs/guides/families.md)."
         )
-    if chosen.inputs.takes_fps and recipe.data.fps is None:
+    takes_fps = chosen.inputs.takes_fps or recipe.model.uses_audio
+    if takes_fps and recipe.data.fps is None:
         raise RecipeError(
-            f"{named} takes the number of frames per second as an input, and data.fps is unset. "
+            f"{named} needs to know the number of frames per second, and data.fps is unset. "
             "Set it, such as data.fps = 24: videos are then trained at this rate."
         )
 

@@ -82,9 +82,12 @@ def refuse_sharing(parts: Components, recipe: config.Recipe) -> None:
         return
     asked = f"parallel.context = {size} makes {size} processes share the tokens of each clip, "
     if parts.family.block.share is None:
+        why = "its captions are of unlike length in a batch"
+        if recipe.model.uses_audio:
+            why = f'with model.audio = "{recipe.model.audio}" video and audio attend to each other'
         raise RecipeError(
-            f"{asked}which the family {recipe.model.family} cannot: its captions are of unlike "
-            "length in a batch. Set parallel.context = 1."
+            f"{asked}which the family {recipe.model.family} cannot: {why}. Set "
+            "parallel.context = 1."
         )
     if recipe.trainable.modules:
         raise RecipeError(

@@ -27,6 +27,8 @@ class TextContract:
     pictures: tuple[str, ...] = ()
     """Names of pictures in `data.conditioning` that the text encoder reads with the caption, in
     this order."""
+    version: int = 1
+    """Version of `encode` in the keys of a latent cache, where it returns other values than 1."""
     template_tokens: int = 0
     """Number of tokens that the pipeline's template adds around a caption."""
     arguments: Mapping[str, Any] = field(default_factory=dict)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from longtake.config import Bucket, DataSection, Recipe
 from longtake.formatting import format_size
-from longtake.models.base import Family, family, latent_shape
+from longtake.models.audio import audio_format, audio_shape
+from longtake.models.base import Family, family_of, latent_shape
 from longtake.models.codec import Codec, outline_codec
 from longtake.models.components import Components, text_section
 from longtake.models.conditioning import (
@@ -118,7 +119,7 @@ def describe_tile(tile: int) -> str:
 def _largest_that_fits(
     recipe: Recipe, device: DeviceBudget, budget: int, beside: int
 ) -> TileChoice:
-    chosen = family(recipe.model.family)
+    chosen = family_of(recipe.model)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)
     if not codec.can_tile:
         return TileChoice(0)
@@ -156,7 +157,7 @@ def _beside_codec(recipe: Recipe, codec: Codec, budget: int) -> int:
     """
     if not text_reads_pictures(recipe):
         return 0
-    modules = outline_text(text_section(recipe), family(recipe.model.family)).modules()
+    modules = outline_text(text_section(recipe), family_of(recipe.model)).modules()
     num_bytes = sum(map(module_bytes, modules))
     if encodes_by_layer(num_bytes, budget - sum(map(module_bytes, codec.modules()))):
         return sum(least_bytes(each, *layer_lists(each)) for each in modules)
@@ -187,15 +188,34 @@ def encoder_runs(
     The weights of codec and text encoder must be fake tensors. A text encoder encodes a caption of
     the greatest length.
     """
-    chosen = family(recipe.model.family)
+    chosen = family_of(recipe.model)
     runs: dict[str, Callable[[], InferenceTrace]] = {}
     if text.modules():
         run = partial(text.run_longest, picture_sizes(chosen, recipe, bucket))
         runs["text"] = partial(trace_inference, mode, text.modules(), run, device)
     if codec.modules():
         largest = encoded_bucket(chosen, recipe, bucket)
-        runs["encode"] = partial(clip_trace, mode, codec, largest, encode_clip, device)
+        runs["encode"] = partial(_encode_both, mode, recipe, codec, largest, bucket, device)
     return runs
+
+
+def _encode_both(
+    mode: CachedFakeMode,
+    recipe: Recipe,
+    codec: Codec,
+    largest: Bucket,
+    bucket: Bucket,
+    device: DeviceBudget,
+) -> InferenceTrace:
+    """Trace the encoding of a clip of the largest shape, and then of the sound of a bucket."""
+    clip, audio = clip_trace(mode, codec, largest, encode_clip, device), codec.audio
+    if audio is None or (wanted := audio_format(recipe, audio)) is None:
+        return clip
+    size = 1, wanted.channels, wanted.num_samples(bucket.num_frames)
+    modules: Sequence[nn.Module] = codec.modules()
+    sound = trace_inference(mode, modules, lambda: audio.encode(torch.empty(size)), device)
+    peak = max(clip.peak_bytes, sound.peak_bytes)
+    return replace(clip, peak_bytes=peak, seconds=clip.seconds + sound.seconds)
 
 
 def encoded_bucket(chosen: Family, recipe: Recipe, bucket: Bucket) -> Bucket:
@@ -309,6 +329,7 @@ def cache_rates(
         bucket.num_pixels,
         num_encoded * encode + num_texts * text,
         math.prod(latent_shape(components.codec, bucket)) * width
+        + math.prod(audio_shape(recipe, components.codec.audio, bucket) or (0,)) * width
         + sum(each.numel() * min(width, each.itemsize) for each in inputs.values())
         + num_texts * text_bytes,
         0.0 if num_texts else text,
@@ -350,7 +371,7 @@ def ahead_bytes(
     """
     if recipe.training.encode_ahead is True:
         recipe = recipe.with_encode_tile(choose_tile(recipe, device).pixels)
-    bucket, chosen = batch.bucket, family(recipe.model.family)
+    bucket, chosen = batch.bucket, family_of(recipe.model)
     codec = outline_codec(recipe.codec, chosen.frozen.codec)  # those of `components` stay real
     text = outline_text(text_section(recipe), chosen)
     mode = CachedFakeMode(allow_non_fake_inputs=True)

@@ -359,6 +359,7 @@ def _make_subject(
             conditioning=empty_like(outlined.conditioning),
             loss_weights=None if weights is None else torch.empty(weights.shape),
             no_caption=empty_like(outlined.no_caption),
+            audio=empty_like(outlined.audio),
             source=next(iter(objective.sources), ""),
         )
 

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from longtake.models.audio import audio_shape
 from longtake.models.base import latent_shape
 from longtake.models.codec import outline_codec
 from longtake.models.components import Components, outline, text_section
@@ -154,11 +155,16 @@ def _model_alone(
         # One forward pass over one video, as sampling in two passes does.
         bucket = step.batch.bucket
         latents = torch.empty(1, *latent_shape(components.codec, bucket))
+        audio = audio_shape(step.recipe, components.codec.audio, bucket)
         conditioning = empty_like(outline_conditioning(components, step.recipe, bucket))
         # bf16 weights compute in bf16 without autocast.
         precision = "fp32" if step.recipe.model.dtype == "bf16" else step.precision
         with autocast(precision, torch.device("cpu")):
-            components.predict_velocity(latents, torch.empty(1), conditioning)
+            if audio is None:
+                components.predict_velocity(latents, torch.empty(1), conditioning)
+            else:
+                noisy = latents, torch.empty(1, *audio)
+                components.predict_streams(*noisy, torch.empty(1), conditioning)
 
     def trace(place: BlockWeights) -> InferenceTrace:
         with (

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import nn
@@ -137,14 +138,17 @@ def _denoise(
 ) -> None:
     """Run two steps of the sampling solver on fake tensors, as `Sampler.sample` does."""
     sampler = Sampler(components, step.recipe, 0, torch.device("cpu"), step.precision)
-    shape = fitting_shape(components, step.recipe, group.bucket)
+    shape: tuple[int, ...] = fitting_shape(components, step.recipe, group.bucket)
+    if (streams := sampler.streams(group.bucket)) is not None:
+        shape = (sum(map(math.prod, streams)),)
 
     def conditioning() -> dict[str, torch.Tensor]:
         return empty_like(outline_conditioning(components, step.recipe, group.bucket, count))
 
     scale, solver = _scale(components, group), group.settings.solver
     unconditional = conditioning() if scale > 1 else None
-    guide = Guidance(sampler.predict, conditioning(), unconditional, scale)
+    predict = partial(sampler.predict, streams=streams)
+    guide = Guidance(predict, conditioning(), unconditional, scale)
     velocity = guide.velocity(slice(0, count), two_passes=two_passes)
     # UniPC computes with values of sigmas, which do not exist here. Compared with an Euler step it
     # also keeps the last two predictions, the last latents and the corrected ones.

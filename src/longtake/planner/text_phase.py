@@ -5,7 +5,7 @@ from functools import partial
 
 from longtake.config import Bucket, Recipe
 from longtake.models import numerics
-from longtake.models.base import family
+from longtake.models.base import family_of
 from longtake.models.components import text_section
 from longtake.models.conditioning import picture_sizes
 from longtake.models.streamed import layer_lists
@@ -58,7 +58,7 @@ def text_that_fits(
         return whole
     if not encodes_by_layer(whole.weight_bytes, budget):
         return whole
-    run = partial(text.run_longest, picture_sizes(family(recipe.model.family), recipe, bucket))
+    run = partial(text.run_longest, picture_sizes(family_of(recipe.model), recipe, bucket))
     slower = replace(device, host_bandwidth=device.host_bandwidth * _SHARE_OF_PAGEABLE)
     with blocks_with(["stream"] * len(layers), layers, mode) as streamed:
         trace = trace_inference(mode, text.modules(), run, slower, streamed)

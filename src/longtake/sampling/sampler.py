@@ -17,10 +17,13 @@ from torch import Tensor
 
 from longtake.checkpoint import files
 from longtake.config import EXPERT_FOLDERS, Bucket, EvaluationSection, Recipe, SamplingSection
+from longtake.data.encode import Sound
 from longtake.errors import PlanError, RecipeError, SamplingError
 from longtake.flow import solver
+from longtake.flow.timesteps import build_sigmas
 from longtake.formatting import format_size
 from longtake.models import conditioning, numerics, streamed, trainable
+from longtake.models.audio import Streams, audio_shape, refuse_not_finite
 from longtake.models.base import Conditioning, LatentShape, latent_shape
 from longtake.models.components import Components, Part, assemble, with_exact_weights
 from longtake.models.conditioning import fps_of, guidance_of
@@ -185,7 +188,11 @@ class Sampler:
     """True if several ranks sample together; only `sample` makes the others run the model."""
     run: RunDirectory | None = None
 
-    def sample(
+    def sample(self, *given: Any, **options: Any) -> NDArray[np.uint8]:
+        """Sample videos [N, F, H, W, 3]: those of `sample_with_sound`."""
+        return self.sample_with_sound(*given, **options)[0]
+
+    def sample_with_sound(
         self,
         requests: Sequence[Request],
         settings: SamplingSection,
@@ -193,12 +200,12 @@ class Sampler:
         on_step: Callable[[int], None] | None = None,
         *,
         decoding: str = "auto",
-    ) -> NDArray[np.uint8]:
-        """Sample videos [N, F, H, W, 3] of the bucket's size; each depends on its own request only.
+    ) -> tuple[NDArray[np.uint8], list[Sound | None]]:
+        """Sample videos [N, F, H, W, 3] of the bucket's size, and the sound of each; None without.
 
-        Repeated in the same batches, results are bitwise equal. In other batches or in two passes,
-        some values differ by one grey level, since matrix products with a single row per video use
-        another kernel.
+        Each depends on its own request only. Repeated in the same batches, results are bitwise
+        equal. In other batches or in two passes, some values differ by one grey level, since matrix
+        products with a single row per video use another kernel.
 
         Args:
             requests: one per video.
@@ -215,12 +222,15 @@ class Sampler:
             PlanError: not even one video fits the memory.
             SamplingError: latents or decoded pixels are NaN or infinite.
         """
-        parts = self.components
+        parts, streams = self.components, self.streams(bucket)
         shape = fitting_shape(parts, self.recipe, bucket)
         refuse_unused_guidance(parts, settings)
         # Drawn on the CPU from each request's seed, so that it is equal on any device.
         generators = [torch.Generator().manual_seed(request.seed) for request in requests]
         noise = torch.stack([torch.randn(tuple(shape), generator=each) for each in generators])
+        if streams is not None:
+            audio = [torch.randn(streams.audio, generator=each) for each in generators]
+            noise = streams.join(noise, torch.stack(audio))
         scale = guidance_scale(parts, settings)
         guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
         denoise = partial(self._denoise, guide, noise.to(self.device), settings, bucket, on_step)
@@ -232,16 +242,31 @@ class Sampler:
             latents = self.memory.denoise(
                 denoise, len(requests), bucket, uses_guidance=uses_guidance
             )
+            self._refuse_non_finite(latents)
+            latents, of_audio = (latents, ()) if streams is None else streams.split(latents)
             # Given frames are returned as they were, not as they were denoised.
             latents = parts.family.inputs.with_given(latents, guide.conditional)
-            self._refuse_non_finite(latents)
             parts.bring("codec", self.device)
             # One by one, so that the device holds the pixels of one video only.
             videos = [
                 self.memory.decode(partial(self._decode, each[None]), bucket, decoding=decoding)
                 for each in latents
             ]
-        return np.concatenate(videos)
+            sounds = [self._decode_sound(each) for each in of_audio] or [None] * len(videos)
+        return np.concatenate(videos), sounds
+
+    def streams(self, bucket: Bucket) -> Streams | None:
+        """Return the shapes of video and audio latents; None for a model that makes no sound."""
+        codec = self.components.codec
+        audio = audio_shape(self.recipe, codec.audio, bucket)
+        return audio and Streams(tuple(latent_shape(codec, bucket)), audio)
+
+    def _decode_sound(self, latents: Tensor) -> Sound | None:
+        codec = self.components.codec.audio
+        assert codec is not None
+        samples = codec.decode(latents[None])[0]
+        refuse_not_finite(samples)
+        return Sound(samples.cpu().numpy(), codec.output_rate)
 
     def _denoise(
         self,
@@ -261,16 +286,34 @@ class Sampler:
                 # Steps of a part of the videos count as that share of all.
                 on_step((part.start * steps + (part.stop - part.start) * step) // count)
 
+        velocity = self._velocity(guide, part, settings, two_passes=two_passes)
+        shift, streams = self.shift(settings, bucket), self.streams(bucket)
+        terminal = self.components.shift_rule(settings.shift).terminal
+        if streams is not None and self.components.defaults.audio_shift != 1:
+            if settings.solver != "euler":
+                raise RecipeError(
+                    f'The solver "{settings.solver}" takes the same sigmas for video and audio, '
+                    'which have their own here. Set sampling.solver = "euler".'
+                )
+            sigmas = build_sigmas(steps, shift, terminal)
+            velocity = self._at_own_sigmas(velocity, streams, sigmas)
+        given = velocity, noise[part], steps, shift, settings.solver, on_part_step
         with sampled_with(settings.adapter_strength):
-            return solver.solve(
-                self._velocity(guide, part, settings, two_passes=two_passes),
-                noise[part],
-                steps,
-                self.shift(settings, bucket),
-                settings.solver,
-                on_part_step,
-                terminal=self.components.shift_rule(settings.shift).terminal,
-            )
+            return solver.solve(*given, terminal=terminal)
+
+    def _at_own_sigmas(
+        self, velocity: solver.Velocity, streams: Streams, sigmas: Sequence[float]
+    ) -> solver.Velocity:
+        """Scale the audio's velocity so that each Euler step leads it to its own next sigma."""
+        ends = torch.tensor(sigmas, dtype=torch.float64)
+        ratios = self.components.audio_sigmas(ends).diff() / ends.diff()
+        scales = dict(zip(sigmas, ratios.tolist(), strict=False))
+
+        def scaled(latents: Tensor, sigma: float) -> Tensor:
+            video, audio = streams.split(velocity(latents, sigma))
+            return streams.join(video, scales[sigma] * audio)
+
+        return scaled
 
     def _velocity(
         self, guide: Guidance, part: slice, settings: SamplingSection, *, two_passes: bool
@@ -359,6 +402,7 @@ class Sampler:
     ) -> Guidance:
         """Encode prompts for guidance; one pass if the scale is at most 1 or a model's input."""
         parts, read = self.components, self._read_inputs(requests, bucket)
+        predict = partial(self.predict, streams=self.streams(bucket))
         prompts = [request.prompt for request in requests]
         conditional = self._encode_text(prompts, requests, read)
         further = self.recipe.model_inputs()
@@ -371,11 +415,11 @@ class Sampler:
         if is_distilled:
             conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
-            return Guidance(self.predict, conditional, None, scale)
+            return Guidance(predict, conditional, None, scale)
         negative = [negative_prompt] * len(requests)
         # Both passes have the same references: guidance moves along the text alone.
         unconditional = self._encode_text(negative, requests, read) | inputs
-        return Guidance(self.predict, conditional, unconditional, scale, parts.family.guided)
+        return Guidance(predict, conditional, unconditional, scale, parts.family.guided)
 
     def _encode_text(
         self,
@@ -410,12 +454,23 @@ class Sampler:
             tensors[name] = torch.from_numpy(values).to(self.device)
         return tensors
 
-    def predict(self, latents: Tensor, sigmas: Tensor, conditioning: Conditioning) -> Tensor:
-        """Predict velocities in fp32 from latents, sigmas and conditioning."""
+    def predict(
+        self,
+        latents: Tensor,
+        sigmas: Tensor,
+        conditioning: Conditioning,
+        streams: Streams | None = None,
+    ) -> Tensor:
+        """Predict velocities in fp32; with `streams`, of latents that are joined."""
         # bf16 weights compute in bf16 without autocast, as in training.
         precision = "fp32" if self.recipe.model.dtype == "bf16" else self.precision
         with numerics.autocast(precision, self.device):
-            return self.components.predict_velocity(latents, sigmas, conditioning).float()
+            if streams is None:
+                return self.components.predict_velocity(latents, sigmas, conditioning).float()
+            velocities = self.components.predict_streams(
+                *streams.split(latents), sigmas, conditioning
+            )
+            return streams.join(*velocities).float()
 
 
 def guidance_scale(components: Components, settings: SamplingSection) -> float:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from longtake import drawing, errors, fsio, progress
 from longtake.config import Bucket, Recipe, SamplingSection
-from longtake.data.encode import write_image, write_video
+from longtake.data.encode import Sound, write_image, write_video
 from longtake.evaluation_dir import note_of_video
 from longtake.sampling.preset_files import pictures_in, refuse_other_inputs
 from longtake.sampling.preset_prompts import refuse_flags, with_trigger
@@ -64,10 +64,10 @@ def sample_preset(
     requests, rows = preset.requests(), dict[str, SheetRow]()
     has_seeds = len(requests) > len(preset.prompts)
     videos = _sample(sampler, preset.groups(), preset.batch_size, on_step, preset.decoding)
-    for group, request, video in videos:
+    for group, request, video, sound in videos:
         path = folder / request.file
         try:
-            _write(path, video, preset.settings.fps)
+            _write(path, video, preset.settings.fps, sound)
         except errors.DataError as error:  # a full disk, not a defect of the data
             raise errors.RunError(f"{error} Make room, or choose another place.") from error
         is_noted = has_seeds or request.own
@@ -87,8 +87,8 @@ def _sample(
     batch_size: int,
     on_step: Callable[[int, int], None] | None,
     decoding: str = "auto",
-) -> Iterator[tuple[RequestGroup, Request, NDArray[np.uint8]]]:
-    """Sample one video [F, H, W, 3] per request, in batches of requests of one group.
+) -> Iterator[tuple[RequestGroup, Request, NDArray[np.uint8], Sound | None]]:
+    """Sample one video [F, H, W, 3] and its sound per request, in batches of one group.
 
     `on_step` gets (done, total) steps.
     """
@@ -104,17 +104,17 @@ def _sample(
             if on_step is not None:
                 on_step(done + step, sum(steps))
 
-        videos = sampler.sample(
+        videos, sounds = sampler.sample_with_sound(
             batch, group.settings, group.bucket, on_batch_step, decoding=decoding
         )
-        yield from ((group, *each) for each in zip(batch, videos, strict=True))
+        yield from ((group, *each) for each in zip(batch, videos, sounds, strict=True))
 
 
-def _write(path: Path, video: NDArray[np.uint8], fps: float) -> None:
+def _write(path: Path, video: NDArray[np.uint8], fps: float, sound: Sound | None) -> None:
     if path.suffix == ".png":
         write_image(path, video[0])
     else:
-        write_video(path, video, fps)
+        write_video(path, video, fps, sound=sound)
 
 
 def sample_in_batches(
@@ -128,7 +128,7 @@ def sample_in_batches(
     """Sample one video [F, H, W, 3] per request, with a progress bar over the solver's steps."""
     group = RequestGroup(settings, bucket, tuple(requests))
     with progress.counted(console, "sample") as advance:
-        return [video for _, _, video in _sample(sampler, [group], batch_size, advance)]
+        return [video for _, _, video, _ in _sample(sampler, [group], batch_size, advance)]
 
 
 def check_samples(
@@ -191,17 +191,19 @@ def write_samples(
             words = f"  words that no caption of the training has: {', '.join(unknown)}"
             console.print(words, markup=False)
     requests = [Request(prompt, seed, conditioning or {}) for prompt in prompts]
-    videos = sample_in_batches(sampler, requests, settings, bucket, batch_size, console)
+    group = RequestGroup(settings, bucket, tuple(requests))
+    with progress.counted(console, "sample") as advance:
+        sampled = list(_sample(sampler, [group], batch_size, advance))
     paths = [out]
     if len(prompts) > 1:
         names = (f"{out.stem}_{index:02d}{out.suffix}" for index in range(len(prompts)))
         paths = [out.with_name(name) for name in names]
-    for path, video in zip(paths, videos, strict=True):
-        _write(path, video, settings.fps)
+    for path, (_, _, video, sound) in zip(paths, sampled, strict=True):
+        _write(path, video, settings.fps, sound)
     # A sample of one frame has the name itself.
     sheet = out.with_name(f"{out.stem}_sheet.png" if out.suffix == ".png" else f"{out.stem}.png")
     shown = pictures_in((conditioning or {}).values(), bucket)
-    rows = [SheetRow(*each, inputs=shown) for each in zip(prompts, videos, strict=True)]
+    rows = [SheetRow(each[1].prompt, each[2], inputs=shown) for each in sampled]
     contact_sheet(rows, sheet, title=f"{sampler.recipe.out.name}, step {sampler.step}")
     return {"videos": [str(path) for path in paths], "sheet": str(sheet)}
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from longtake.config import Bucket, Recipe
 from longtake.data.batch import Batch
 from longtake.data.loader import Loader
+from longtake.models.audio import audio_shape, take_audio, training_audio
 from longtake.models.base import latent_shape
 from longtake.models.codec import encode_videos
 from longtake.models.components import Components
@@ -52,7 +53,8 @@ class MicroBatch(NamedTuple):
         batch = self.examples
         tensors = (batch.latents, batch.noise, batch.sigmas, batch.loss_weights, self.weights)
         yield from (tensor for tensor in tensors if tensor is not None)
-        yield from (*batch.conditioning.values(), *batch.no_caption.values())
+        groups = batch.conditioning, batch.no_caption, batch.audio
+        yield from (tensor for group in groups for tensor in group.values())
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class Draw(NamedTuple):
 
     noise: Tensor  # [C, F, H, W] fp32, as the latents
     uniform: Tensor  # [2] fp64 in [0, 1): for the sigma, and for caption dropout
+    audio: Tensor | None  # noise [L, D] of the audio, if the model gets any
 
 
 class SideStream:
@@ -232,11 +235,13 @@ class InputQueue:
         upcoming = None if self._thread is None else loader.upcoming()
         if self._thread is None or upcoming is None:
             return
-        shape = tuple(latent_shape(self._parts.codec, upcoming.bucket))
+        codec = self._parts.codec
+        shape = tuple(latent_shape(codec, upcoming.bucket))
+        audio = audio_shape(self._recipe, codec.audio, upcoming.bucket)
         # These samples were drawn when `encode_ahead` encoded them.
         drawn = () if self._next is None else self._next[0].seeds
         seeds = [seed for seed in upcoming.seeds if seed not in drawn]
-        self._draws = {seed: self._thread.submit(draw_sample, seed, shape) for seed in seeds}
+        self._draws = {seed: self._thread.submit(draw_sample, seed, shape, audio) for seed in seeds}
 
     def draw_on_host(self, batch: Batch) -> RawInputs:
         """Draw noise, sigmas and caption dropout of a micro-batch, page-locked for a GPU."""
@@ -244,7 +249,8 @@ class InputQueue:
         shape = tuple(latent_shape(parts.codec, batch.bucket))
         if batch.latents is not None:
             shape = tuple(batch.latents.shape[1:])
-        draws = [self._draw(seed, shape) for seed in batch.seeds]
+        audio = audio_shape(recipe, parts.codec.audio, batch.bucket)
+        draws = [self._draw(seed, shape, audio) for seed in batch.seeds]
         uniform = torch.stack([each.uniform for each in draws])  # [B, 2]
         flow = recipe.flow
         sigmas = parts.sample_sigmas(uniform[:, 0], flow, batch.bucket).float()
@@ -258,6 +264,9 @@ class InputQueue:
             "sigmas": sigmas,
             "weights": batch.weights,
         }
+        if audio is not None:
+            of_audio = [each.audio for each in draws if each.audio is not None]
+            tensors["audio_noise"] = torch.stack(of_audio)
         pairs = zip(batch.captions, is_dropped.tolist(), strict=True)
         captions = [NO_CAPTION if drop else caption for caption, drop in pairs]
         conditioning: dict[str, Tensor] = {}
@@ -282,14 +291,14 @@ class InputQueue:
         )
         return inputs if self._side is None else inputs.map(self._side.pin)
 
-    def _draw(self, seed: int, shape: Sequence[int]) -> Draw:
+    def _draw(self, seed: int, shape: Sequence[int], audio: Sequence[int] | None) -> Draw:
         ahead = self._draws.pop(seed, None)
         if ahead is not None and ahead.done():  # else queued behind this task
             drawn = ahead.result()
             # Drawn for the shape that the codec states; the entries of a cache decide.
             if drawn.noise.shape == torch.Size(shape):
                 return drawn
-        return draw_sample(seed, shape)
+        return draw_sample(seed, shape, audio)
 
     def copy_to_device(self, inputs: RawInputs) -> CopiedInputs:
         """Copy a micro-batch's tensors to the device, on the side stream if there is one."""
@@ -322,6 +331,8 @@ class InputQueue:
         parts, tensors = self._parts, inputs.tensors
         latents, conditioning = tensors.get("latents"), dict(inputs.conditioning)
         further = dict(inputs.further)
+        conditioning |= take_audio(self._recipe, parts.codec.audio, further, inputs.bucket)
+        audio = training_audio(self._recipe, conditioning, tensors.get("audio_noise"))
         pictures = parts.family.text.seen_pictures(further)
         no_caption = dict(inputs.no_caption)
         if latents is None and self._with_no_caption:
@@ -350,6 +361,7 @@ class InputQueue:
             weights,
             no_caption,
             inputs.source,
+            audio,
         )
         captioned = tuple(caption != NO_CAPTION for caption in inputs.captions)
         return MicroBatch(examples, tensors["weights"], inputs.sigmas, captioned)
@@ -407,6 +419,7 @@ def clips_not_encoded(
             given = {"latents": encode_videos(parts.codec, part.videos.to(device))}
             given |= encode_captions(parts.text, part.captions, pictures)
             given |= encode_inputs(parts, recipe, further, part.bucket)[0]
+            given |= take_audio(recipe, parts.codec.audio, further, part.bucket)
             names = [name for name, each in given.items() if not bool(each.isfinite().all())]
             if names:
                 yield batch.identities[place], ", ".join(names)
@@ -454,9 +467,12 @@ def _samples(part: Batch) -> tuple[object, ...]:
     return part.step, *shape, part.seeds, part.identities, part.captions
 
 
-def draw_sample(seed: int, shape: Sequence[int]) -> Draw:
+def draw_sample(seed: int, shape: Sequence[int], audio: Sequence[int] | None = None) -> Draw:
     """Draw a training sample's noise, and uniform numbers for its sigma and caption dropout."""
     generator = torch.Generator().manual_seed(seed)
     # Before the noise, so that sigma and dropout do not depend on the latents' shape.
     uniform = torch.rand(2, generator=generator, dtype=torch.float64)
-    return Draw(torch.randn(tuple(shape), generator=generator), uniform)
+    noise = torch.randn(tuple(shape), generator=generator)
+    # Last, so that the video's noise is the same with and without audio.
+    of_audio = None if audio is None else torch.randn(tuple(audio), generator=generator)
+    return Draw(noise, uniform, of_audio)

@@ -36,9 +36,10 @@ from longtake.data.loader import Loader
 from longtake.data.tasks import ALL_CORES, Work
 from longtake.data.training_captions import all_captions
 from longtake.fsio import Count, read_record, write_once
-from longtake.models.base import family
+from longtake.models.audio import take_audio
+from longtake.models.base import family_of
 from longtake.models.codec import build_codec, keep_tile, kept_tile
-from longtake.models.components import assemble, outline, text_section
+from longtake.models.components import assemble, audio_wanted, outline, text_section
 from longtake.models.conditioning import (
     encoded_together,
     further_encoders,
@@ -61,7 +62,7 @@ from longtake.planner.plan import tile_to_fill
 from longtake.run_dir import RunDirectory
 from longtake.sampling.memory_strategy import try_within_memory
 
-_PIXELS, _CAPTIONS = 1, 2  # versions of the code that feeds the codec and the text encoder
+_PIXELS, _CAPTIONS, _SOUND = 1, 2, 1  # versions of the code that feeds codecs and text encoder
 _TILES = "encoders/tile-{}.json"  # in a cache, by the codec's fingerprint
 _LARGE_BYTES = 2**24  # smaller files are read each time, which is as fast as looking up their hash
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -277,17 +278,20 @@ def fill_cache(
 def _open(recipe: Recipe, made: Path, world: World) -> Cache:
     """Open the latent cache for the codec and text encoder whose fingerprints rank 0 computes."""
     assert recipe.data.cache is not None
-    together = encoded_together(family(recipe.model.family), recipe)
-    found: list[tuple[str, str, str]] = []
+    together = encoded_together(family_of(recipe.model), recipe)
+    found: list[tuple[str, ...]] = []
+    wanted = audio_wanted(recipe)
 
     def find() -> None:
         codec, text = codec_fingerprint(recipe, made), text_fingerprint(recipe, made)
-        found.append((codec, text, inputs_fingerprint(recipe, made) if together else ""))
+        inputs = inputs_fingerprint(recipe, made) if together else ""
+        found.append((codec, text, inputs, audio_fingerprint(recipe) if wanted else ""))
 
     first_does(find, world)
-    codec, text, inputs = from_first(found[0] if found else ("", "", ""), world)
-    seen = tuple(family(recipe.model.family).text.seen_pictures(recipe.model_inputs()))
-    cache = Cache(recipe.data.cache, codec, text, recipe.data, NO_CAPTION, together, inputs, seen)
+    codec, text, inputs, audio = from_first(found[0] if found else ("",) * 4, world)
+    seen = tuple(family_of(recipe.model).text.seen_pictures(recipe.model_inputs()))
+    facts = codec, text, recipe.data, NO_CAPTION, together, inputs, seen, wanted, audio
+    cache = Cache(recipe.data.cache, *facts)
     first_does(lambda: make_folder(cache.folder), world)
     # Each rank fills only its share, so a folder that is not the same on all ranks is refused.
     sign = cache.folder / "aside" / f"sign-{from_first(secrets.token_hex(8), world)}"
@@ -349,11 +353,11 @@ def _load_on_worker(
 
 
 def _text(recipe: Recipe, made: Path) -> TextEncoder:
-    return build_text(text_section(recipe), family(recipe.model.family), (), made)
+    return build_text(text_section(recipe), family_of(recipe.model), (), made)
 
 
 def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cache_fill.EncodePart:
-    chosen = family(recipe.model.family)
+    chosen = family_of(recipe.model)
     codec = build_codec(recipe.codec, chosen.frozen.codec, made)
     codec.to(device)
     if text_reads_pictures(recipe):
@@ -364,6 +368,9 @@ def _load_part_encoder(recipe: Recipe, made: Path, device: torch.device) -> cach
 
     def encode(part: SamplePart, read: Mapping[str, NDArray[np.uint8]]) -> dict[str, Tensor]:
         given = {name: torch.from_numpy(each)[None].to(device) for name, each in read.items()}
+        if part.made == "audio":
+            encoded = take_audio(recipe, codec.audio, given, part.bucket)
+            return {name: each[0] for name, each in encoded.items()}
         if part.made == "latents":
             (pixels,) = given.values()
             encoded_clip = try_within_memory(codec.encode, pixels)
@@ -428,7 +435,7 @@ def codec_fingerprint(recipe: Recipe, made: Path, files: str = "*") -> str:
 
     `files` is the pattern of those of the codec that are downloaded first.
     """
-    section, part = recipe.codec, family(recipe.model.family).frozen.codec
+    section, part = recipe.codec, family_of(recipe.model).frozen.codec
     if section.kind == "pixels":
         return _fingerprint(recipe, [_PIXELS, section.kind], [])
     if section.pretrained is None:
@@ -443,9 +450,18 @@ def codec_fingerprint(recipe: Recipe, made: Path, files: str = "*") -> str:
     return _fingerprint(recipe, facts, folders)
 
 
+def audio_fingerprint(recipe: Recipe) -> str:
+    """Return a checksum (32 hex digits) of everything that decides how sound becomes latents."""
+    where, part = recipe.codec.pretrained, family_of(recipe.model).frozen.codec.audio[0]
+    assert where is not None
+    part = find_part(where, part)
+    folder = locate(where, part.folder) / part.folder
+    return _fingerprint(recipe, [_SOUND, part.class_name], [folder])
+
+
 def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
     """Return a checksum (32 hex digits) of everything that decides how references are encoded."""
-    section, chosen = text_section(recipe), family(recipe.model.family)
+    section, chosen = text_section(recipe), family_of(recipe.model)
     facts: list[object] = [recipe.model.family, chosen.inputs.version]
     facts.append(codec_fingerprint(recipe, made))
     folders = list[Path]()
@@ -458,7 +474,7 @@ def inputs_fingerprint(recipe: Recipe, made: Path) -> str:
 
 def text_fingerprint(recipe: Recipe, made: Path) -> str:
     """Return a checksum (32 hex digits) of everything that decides how captions are encoded."""
-    section, chosen = text_section(recipe), family(recipe.model.family)
+    section, chosen = text_section(recipe), family_of(recipe.model)
     parts = chosen.frozen
     if section.kind == "words":
         facts: list[object] = [section.kind, section.num_tokens()]
@@ -467,6 +483,8 @@ def text_fingerprint(recipe: Recipe, made: Path) -> str:
     facts = [section.kind, part.class_name, section.num_tokens(), section.kept_in()]
     facts += _quantization(section)
     # Added only where it matters, so that older caches stay valid.
+    if chosen.text.version > 1:
+        facts.append(["version", chosen.text.version])
     if chosen.text.by_length and section.num_tokens() > LENGTH_STEP:
         facts.append(["padded to a multiple of", LENGTH_STEP])
     if (second := section.second_encoder()) is not None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from longtake import config, errors, heartbeat, process
+from longtake.data.encode import Sound
 from longtake.data.loader import Loader
 from longtake.evaluation_dir import Scores
 from longtake.models.components import PARTS, Components, Part, build_frozen_parts
@@ -58,7 +59,7 @@ class SharedSampler(Sampler):
 
     world: mesh.World = field(kw_only=True)
 
-    def sample(
+    def sample_with_sound(
         self,
         requests: Sequence[Request],
         settings: config.SamplingSection,
@@ -66,20 +67,20 @@ class SharedSampler(Sampler):
         on_step: Callable[[int], None] | None = None,
         *,
         decoding: str = "auto",
-    ) -> NDArray[np.uint8]:
+    ) -> tuple[NDArray[np.uint8], list[Sound | None]]:
         """Sample videos as `Sampler` does; on several ranks `on_step` is called at the end only."""
         if self.world.mesh is None:
-            return super().sample(requests, settings, bucket, on_step, decoding=decoding)
+            return super().sample_with_sound(requests, settings, bucket, on_step, decoding=decoding)
         work = _Work(tuple(requests), settings, bucket, decoding)
         # With the long timeout: other ranks wait while rank 0 measures and writes the videos
         # before.
         collectives.from_first(work, self.world, self.world.patient_group)
-        videos = self.compute(work)
+        sampled = self.compute(work)
         if on_step is not None:
             on_step(self.num_steps(settings))
-        return videos
+        return sampled
 
-    def compute(self, work: _Work) -> NDArray[np.uint8]:
+    def compute(self, work: _Work) -> tuple[NDArray[np.uint8], list[Sound | None]]:
         """Sample this rank's share of the requested videos; rank 0 returns all, others nothing.
 
         Each rank samples the same number of videos, since ranks that share a model must call it
@@ -92,9 +93,10 @@ class SharedSampler(Sampler):
         padded = [*mine, *[work.requests[0]] * (share - len(mine))]
         try:
             with collectives.joint_work(world):
-                sampled = super().sample(
+                both = super().sample_with_sound(
                     padded, work.settings, work.bucket, _still_sampling, decoding=work.decoding
-                )[: len(mine)]
+                )
+                sampled = list(zip(*both, strict=True))[: len(mine)]
         except Exception:
             # The error may have come between the gathering of weights and their release.
             fsdp.free_gathered(self.components.model)
@@ -102,10 +104,11 @@ class SharedSampler(Sampler):
         gathered = collectives.gather_to_first(sampled if world.speaks_for_data else None, world)
         found = [each for each in gathered if each is not None]
         if not found:
-            return np.empty(0, np.uint8)
+            return np.empty(0, np.uint8), []
         # Request i was sampled by rank i modulo the number of ranks.
         count = len(work.requests)
-        return np.stack([found[place % len(found)][place // len(found)] for place in range(count)])
+        ordered = [found[place % len(found)][place // len(found)] for place in range(count)]
+        return np.stack([video for video, _ in ordered]), [sound for _, sound in ordered]
 
 
 def _still_sampling(_: int) -> None:

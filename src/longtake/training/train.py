@@ -25,7 +25,7 @@ from longtake.guard.history import MAX_WINDOWS
 from longtake.lease import Lease
 from longtake.models import caption_tokens, lora_files, numerics, pretrained
 from longtake.models.codec import kept_tile
-from longtake.models.components import Components, source_of, text_section
+from longtake.models.components import Components, audio_wanted, source_of, text_section
 from longtake.models.frozen_adapter import attach_adapters
 from longtake.models.objective import build_objective
 from longtake.models.review import review_model
@@ -160,6 +160,7 @@ def _open_data(run: RunDirectory, recipe: Recipe, world: World) -> Loader:
         world_size=world.data_size,
         kept=run.catalogs_path,
         heartbeats=heartbeat.heartbeat_dir(run.path),
+        audio=audio_wanted(recipe),
     )
     samples.refuse_wrong_samples(recipe, run)
     # An existing run was reviewed when it began.
