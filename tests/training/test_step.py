@@ -19,7 +19,9 @@ from tests.build import (
     TINY_WAN,
     MakeRecipe,
     Recipes,
+    assert_saved_alike,
     events,
+    forget_after,
     quiet_session,
     rows,
     saved,
@@ -143,6 +145,19 @@ def test_the_weight_of_a_catalog_multiplies_its_gradients_and_nothing_that_is_re
     np.testing.assert_allclose(rows(less, *keys), rows(more, *keys), rtol=1e-4)
     plain = trained("plain", {}, other)
     assert rows(plain, "weight_norm") != rows(more, "weight_norm")
+
+
+def test_a_run_with_rules_for_layers_resumes_bitwise(small_recipe: Recipes) -> None:
+    rules = "rules=[{layers=['blocks.0.*'], rank=2}, {layers=['to_qkv'], exclude=true}]"
+    changes = (
+        f"trainable={{kind='lora', rank=4, targets=['blocks.*'], {rules}}}",
+        "optimizer.rules=[{layers=['*.lora_B.*'], factor=4.0}]",
+        *("training.steps=4", "checkpoint.every=2"),
+    )
+    straight, parted = (small_recipe.trained(*changes, name=name) for name in ("one", "two"))
+    forget_after(parted, 2)
+    assert train(parted, QUIET).start_step == 2
+    assert_saved_alike(parted, straight, 4)
 
 
 def _part(batch: Batch, order: list[int]) -> Batch:
