@@ -97,77 +97,61 @@ def test_black_forest_labs_names_of_flux_1(tmp_path: Path) -> None:
     torch.testing.assert_close(found, columns, rtol=0, atol=0)
 
 
-def _scaled(weights: Mapping[str, Tensor], by: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The blocks' matrices in fp8 with scales, and what they are worth."""
-    stored, exact = dict(weights), dict(weights)
+_H4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+Header = dict[str, str] | None
+
+
+def _in_8_bits(
+    weights: Mapping[str, Tensor], by: str
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Header]:
+    """The blocks' matrices in 8 bits, what they are worth, and what the file's header says."""
+    stored, exact, told = dict(weights), dict(weights), dict[str, object]()
+    is_int8 = "int8" in by
     for name in [n for n in weights if re.search(r"layers|refiner", n) and weights[n].dim() == 2]:
         layer = name.removesuffix(".weight")
         sizes = weights[name].abs()
         most = sizes.max() if by == "tensor" else sizes.amax(1, keepdim=True)
         # Powers of two, so that bf16 holds them.
-        scale = torch.exp2(torch.ceil(torch.log2(most / 448)))
-        stored[name] = (weights[name] / scale).to(torch.float8_e4m3fn)
+        scale = torch.exp2(torch.ceil(torch.log2(most / (127 if is_int8 else 448))))
+        scale = torch.ones(()) if by == "plain" else scale
+        codes = weights[name] / scale
+        stored[name] = codes.round().to(torch.int8) if is_int8 else codes.to(torch.float8_e4m3fn)
         exact[name] = stored[name].float() * scale
-        stored[f"{layer}.{'scale_weight' if by == 'tensor' else 'weight_scale'}"] = scale
-        if by == "row":
-            stored[f"{layer}.comfy_quant"] = _as_bytes({"format": "float8_e4m3fn"})
+        settings: dict[str, object] = {"format": "int8_tensorwise" if is_int8 else "float8_e4m3fn"}
+        if by == "rotated int8" and codes.shape[1] % 16 == 0:
+            settings |= {"convrot": True, "convrot_groupsize": 16}
+            rotation = torch.kron(_H4, _H4) / 4
+            exact[name] = (torch.unflatten(exact[name], 1, (-1, 16)) @ rotation.mT).flatten(1)
+        if by != "plain":
+            told[layer] = settings
+            stored[f"{layer}.{'scale_weight' if by == 'tensor' else 'weight_scale'}"] = scale
+        if by in ("row", "rotated int8"):
+            stored[f"{layer}.comfy_quant"] = _as_bytes(settings)
             stored[f"{layer}.input_scale"] = torch.ones(())
     if by == "tensor":
         stored["scaled_fp8"] = torch.zeros(0, dtype=torch.float8_e4m3fn)
-    return stored, exact
+    header = {"_quantization_metadata": json.dumps({"layers": told})}
+    return stored, exact, header if by == "int8" else None
 
 
-@pytest.mark.parametrize("by", ["tensor", "row"])
-def test_fp8_weights_with_scales_keep_their_bits(
+@pytest.mark.parametrize("by", ["plain", "tensor", "row", "int8", "rotated int8"])
+def test_weights_in_8_bits_keep_their_bits(
     by: str, tiny_of: Callable[[Row], Tiny], tmp_path: Path
 ) -> None:
-    """Layers of model.quantize = "fp8" hold the file's codes; otherwise they are multiplied out."""
-    tiny = tiny_of(_WITH_JOINED)
-    stored, exact = _scaled(_original(tiny), by)
-    expected = _loaded(_recipe(tiny, exact, tmp_path / "exact.safetensors"))
-    recipe = _recipe(tiny, stored, tmp_path / "model.safetensors")
-    _assert_equal(_loaded(recipe, "files"), expected.state_dict())
-    for name, layer in _quantised(recipe, "fp8").items():
-        weight = expected.get_submodule(name).weight
-        torch.testing.assert_close(layer.weight, weight, rtol=0, atol=0)
-
-
-_H4 = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
-
-
-@pytest.mark.parametrize("is_rotated", [False, True])
-def test_int8_weights_of_comfyui_keep_their_bits_or_are_rotated_back(
-    is_rotated: bool, tiny_of: Callable[[Row], Tiny], tmp_path: Path
-) -> None:
-    """ConvRot's columns, in groups of 16, are read as the weights that they were."""
-    tiny, file = tiny_of(_WITH_JOINED), tmp_path / "model.safetensors"
-    stored, exact, layers = _original(tiny), _original(tiny), {}
-    plain: dict[str, object] = {"format": "int8_tensorwise"}
-    for name in [n for n in exact if re.search(r"layers|refiner", n) and exact[n].dim() == 2]:
-        layer, scale = name.removesuffix(".weight"), torch.full((len(exact[name]), 1), 2.0**-9)
-        stored[name] = (exact[name] / scale).round().clamp(-127, 127).to(torch.int8)
-        exact[name] = stored[name] * scale
-        settings = plain
-        if is_rotated and exact[name].shape[1] % 16 == 0:
-            settings = plain | {"convrot": True, "convrot_groupsize": 16}
-            rotation = torch.kron(_H4, _H4) / 4
-            exact[name] = (torch.unflatten(exact[name], 1, (-1, 16)) @ rotation.mT).flatten(1)
-        if is_rotated:
-            stored[f"{layer}.comfy_quant"] = _as_bytes(settings)
-        layers[layer], stored[f"{layer}.weight_scale"] = settings, scale
-    expected = _recipe(tiny, exact, tmp_path / "exact.safetensors")
-    recipe = _recipe(tiny, stored, file)
-    if not is_rotated:  # what files without comfy_quant have in their header
-        save_file(stored, file, {"_quantization_metadata": json.dumps({"layers": layers})})
+    """In layers of their own format; otherwise they are multiplied out, or rotated back."""
+    tiny, file, kind = tiny_of(_WITH_JOINED), tmp_path / "m.sft", "int8" if "int8" in by else "fp8"
+    stored, exact, header = _in_8_bits(_original(tiny), by)
+    expected, recipe = _recipe(tiny, exact, tmp_path / "exact.sft"), _recipe(tiny, stored, file)
+    save_file(stored, file, header)
     weights = _loaded(expected).state_dict()
     _assert_equal(_loaded(recipe, "files"), weights)
-    ours, theirs = _quantised(recipe, "int8"), _quantised(expected, "int8")
-    for name, found in ours.items():
-        if is_rotated and found.in_features % 16 == 0:
-            torch.testing.assert_close(found.stored(), theirs[name].stored(), rtol=0, atol=0)
+    theirs = _quantised(expected, kind)
+    for name, layer in _quantised(recipe, kind).items():
+        if by == "rotated int8" and layer.in_features % 16 == 0:
+            torch.testing.assert_close(layer.stored(), theirs[name].stored(), rtol=0, atol=0)
         else:
-            torch.testing.assert_close(found.weight, weights[f"{name}.weight"], rtol=0, atol=0)
-    assert quantized_again(file, "int8") == (["rotated I8"] if is_rotated else [])
+            torch.testing.assert_close(layer.weight, weights[f"{name}.weight"], rtol=0, atol=0)
+    assert quantized_again(file, kind) == (["rotated I8"] if by == "rotated int8" else [])
 
 
 def _as_bytes(settings: object) -> Tensor:
