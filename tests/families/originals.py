@@ -137,6 +137,26 @@ def _flux2(weights: Weights) -> Weights:
     )
 
 
+def _flux3(weights: Weights) -> Weights:
+    return _renamed(
+        _swapped(weights, "norm_out."),
+        (r"^single_transformer_blocks\.", "single_blocks."),
+        (r"^mode_blocks\.", "content_mode_blocks."),
+        (r"\.attn\.to_(q|k|v)\.", r".\1_proj."),
+        (r"\.attn\.to_out\.0\.", ".attn_out."),
+        (r"\.attn\.norm_q\.weight", ".norm.query_norm.scale"),
+        (r"\.attn\.norm_k\.weight", ".norm.key_norm.scale"),
+        (r"\.ff\.linear_(in|out)\.", r".mlp_\1."),
+        (r"^x_embedders\.", "emb_in."),
+        (r"^context_embedder\.", "txt_in."),
+        (r"^timestep_embedder\.linear_1\.", "time_in.in_layer."),
+        (r"^timestep_embedder\.linear_2\.", "time_in.out_layer."),
+        (r"^proj_out\.", "final_layer.image.linear."),
+        (r"^norm_out\.linear\.", "final_layer.image.adaLN_modulation.1."),
+        (r"(modulations.*)\.linear\.", r"\1.lin."),
+    )
+
+
 def flux(weights: Weights) -> Weights:
     """FLUX.1 as Black Forest Labs release it."""
     parts = ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
@@ -185,5 +205,6 @@ ORIGINAL: Mapping[str, Callable[[Weights], Weights]] = {
     "HunyuanVideo15Transformer3DModel": _hunyuan_video15,
     "Krea2Transformer2DModel": _krea2,
     "Flux2Transformer2DModel": _flux2,
+    "Flux3Transformer2DModel": _flux3,
 }
 """By the transformer's class; FLUX.1's converter has the width of the release."""

@@ -3,6 +3,7 @@
 from tests.families import (
     release_flux,
     release_flux2,
+    release_flux3,
     release_hunyuan_video15,
     release_krea2,
     release_ltx2,
@@ -22,6 +23,7 @@ ROWS = (
     *release_ltx2.ROWS,
     *release_flux.ROWS,
     *release_flux2.ROWS,
+    *release_flux3.ROWS,
     *release_z_image.ROWS,
     *release_krea2.ROWS,
     *release_qwen_image.ROWS,

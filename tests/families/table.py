@@ -30,6 +30,8 @@ _RELEASES = {
     "FLUX.2 dev": "black-forest-labs/FLUX.2-dev",
     "FLUX.2 dev, references": "black-forest-labs/FLUX.2-dev",
     "FLUX.2 klein": "black-forest-labs/FLUX.2-klein-base-4B",
+    "FLUX.3": "black-forest-labs/flux-3-image-klein-base",
+    "FLUX.3, references": "black-forest-labs/flux-3-image-klein-base",
     "Z-Image": "Tongyi-MAI/Z-Image",
     "Krea 2 Turbo": "krea/Krea-2-Turbo",
     "Krea 2": "krea/Krea-2-Raw",

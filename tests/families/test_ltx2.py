@@ -66,13 +66,21 @@ def test_the_video_depends_on_no_weight_that_is_not_trained() -> None:
     }
 
 
-@pytest.mark.parametrize("targets", [None, ("to_q", "ff.net.2"), ("*audio*.to_q", "attn1.to_v")])
+@pytest.mark.parametrize("targets", [None, ("to_q", "ff.net.2")])
 def test_lora_is_in_the_video_alone(targets: tuple[str, ...] | None) -> None:
     model = _model()
     trainable.make_trainable(model, LTX2(), TrainableSection(kind="lora", targets=targets), 8)
     layers = [name for name, _ in trainable.lora_layers(model)]
     assert layers
     assert not [name for name in layers if "audio" in name]
+
+
+def test_targets_of_the_audio_alone_are_refused() -> None:
+    section = TrainableSection(kind="lora", targets=("attn1.to_v", "*audio*.to_q"))
+    with pytest.raises(
+        RecipeError, match=r"'\*audio\*.to_q' names only layers .* model.audio = .train"
+    ):
+        trainable.make_trainable(_model(), LTX2(), section, 8)
 
 
 @torch.no_grad()

@@ -241,7 +241,10 @@ def _inputs(**conditioning: dict[str, Any]) -> dict[str, Any]:
         ({"data": _buckets(16, 22)}, r"1 frame of 22x16 .* by 4\. The nearest .* 1 frame of 24x16"),
         ({"data": _buckets(16, 24, 9)}, r"not videos, but a bucket has 9 frames\. Set num_frames"),
         ({"trainable": {"kind": "lora", "targets": ["to_qq"]}}, "'to_qq' matches no linear layer"),
-        ({"model": {"family": "fluxx"}}, r"'fluxx' is unknown; did you mean flux or flux2\?"),
+        (
+            {"model": {"family": "fluxx"}},
+            r"'fluxx' is unknown; did you mean flux or flux2 or flux3\?",
+        ),
     ],
 )
 def test_what_does_not_fit_together_is_refused_alike_in_plan_and_run(

@@ -7,7 +7,7 @@ has latents [B, C, F, H, W], sigmas [B] (1 = pure noise) and the velocity, noise
 import importlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,6 +33,7 @@ from longtake.trust import import_class
 FAMILIES = {
     "flux": "longtake.models.flux:Flux",
     "flux2": "longtake.models.flux2:Flux2",
+    "flux3": "longtake.models.flux3:Flux3",
     "flux_kontext": "longtake.models.flux:FluxKontext",
     "hunyuan_video15": "longtake.models.hunyuan_video15:HunyuanVideo15",
     "krea2": "longtake.models.krea2:Krea2",
@@ -98,10 +99,11 @@ class BlockInputs:
     temb: Tensor | None
     """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Krea 2 [B, 1, 6 D], in Qwen-Image 2.1
     [B + 1, 4 D] with that of the text last, in Qwen-Image-Edit-2511 [2 B, D] with that of the
-    references last; None for blocks without it, such as Z-Image's `context_refiner`."""
+    references last; in FLUX.3 a modulation [B, 1, 3 D], or one for each token; None for blocks
+    without it, such as Z-Image's `context_refiner`."""
     rope: Any
-    """Tables of rotary position embeddings: (cosines, sines), in Qwen-Image complex rotations of
-    (images, text); None for models without them."""
+    """Tables of rotary position embeddings: (cosines, sines), in FLUX.3 perhaps with a mask of keys
+    as a third, in Qwen-Image complex rotations of (images, text); None for models without them."""
     sigmas: Tensor
     """Noise levels [B] in fp32; 1 is pure noise."""
     name: str
@@ -303,6 +305,8 @@ class BlockContract(ABC):
     """Patterns of names of parameters that cannot change the velocity and are frozen, such as those
     of the last block's text output. `{last}` is the number of the last block.
     """
+    untrained_because: str = "The velocity does not depend on what they compute."
+    """Sentence that says why `untrained` parameters get no gradient."""
     share: Callable[[nn.Module, TokenSharing], None] | None = None
     """Function that makes a group of ranks share the tokens of each sample (context parallelism).
 
@@ -349,6 +353,10 @@ class BlockContract(ABC):
     def outputs_of(self, block: nn.Module) -> tuple[str, ...]:
         """Return the fields of `BlockInputs` that a block returns; blocks of a model may differ."""
         return self.outputs
+
+    def note_inputs(self, model: Any, names: Collection[str]) -> None:
+        """Note on a new model which inputs of `data.conditioning` it gets."""
+        model.input_names = frozenset(names)
 
     def untrained_parameters(self, model: nn.Module) -> list[str]:
         """Return the names of a model's parameters that `untrained` says to freeze."""

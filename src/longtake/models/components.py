@@ -249,6 +249,7 @@ def assemble(
         if recipe.model.quantize != "none" and recipe.model.pretrained is not None:
             source = "files"
         model, unfilled = _build(chosen, recipe, shapes, text, source)
+        chosen.block.note_inputs(model, recipe.model_inputs())
         kinds = _kinds(recipe, added_module.block_names(model, chosen, ("*",)), quantized, made)
         defaults = chosen.defaults(recipe.model)
         parts = Components(chosen, model, codec, text, defaults, unfilled)
@@ -412,6 +413,7 @@ def outline(recipe: config.Recipe, captions: Sequence[str] = ()) -> Components:
         shapes = fit_latents(recipe, chosen, codec)
         text = outline_text(text_section(recipe), chosen, captions)
         model = chosen.build(recipe.model, shapes, text, weights=False)
+        chosen.block.note_inputs(model, recipe.model_inputs())
         parts = Components(chosen, model, codec, text, chosen.defaults(recipe.model))
         return _finish(parts, recipe, {})
 

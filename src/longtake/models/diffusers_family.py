@@ -22,7 +22,7 @@ from longtake.models import deferred_init, modular, numerics, pretrained, releas
 from longtake.models.base import BlockContract, Conditioning, Defaults, Family, LatentShape
 from longtake.models.codec import Codec
 from longtake.models.experts import ExpertPair
-from longtake.models.release_scheduler import PipelineScheduler
+from longtake.models.release_scheduler import PipelineScheduler, guider_scale
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.parallel.context_parallel import SharedAttention, TokenSharing
 from longtake.trust import import_class
@@ -58,6 +58,8 @@ class DiffusersBlocks(BlockContract):
     outputs: tuple[str, ...] = ("text", "tokens")
     attentions: tuple[str, ...] = ("attn",)
     lora_targets: tuple[str, ...] = ("to_q", "to_k", "to_v", "to_out.0")
+    joins_text: bool = False
+    """True if the image attends to the tokens of text and references as to its own."""
 
     def of(self, model: nn.Module) -> Sequence[nn.Module]:
         lists: Any = (model.get_submodule(name) for name in self.lists)
@@ -113,6 +115,7 @@ class DiffusersFamily(Family):
     scheduler = PipelineScheduler()
     guidance_scale = 5.0
     num_inference_steps = 50
+    max_tokens = Defaults.max_tokens
 
     @abstractmethod
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
@@ -201,6 +204,16 @@ class DiffusersFamily(Family):
     def patch(self, section: ModelSection) -> tuple[int, ...]:
         return self.block.patch_size
 
+    def sequence_length(
+        self, model: nn.Module, shape: LatentShape, conditioning: Conditioning
+    ) -> int:
+        tokens = self.block.num_tokens(model, shape)
+        if not self.block.joins_text:
+            return tokens
+        pixels = sum(math.prod(each.shape[-2:]) for each in self.inputs.pictures(conditioning))
+        text = conditioning["prompt_embeds"].shape[1]
+        return tokens + text + pixels // math.prod(self.block.patch_size)
+
     def check(self, section: ModelSection, shapes: Sequence[LatentShape]) -> None:
         patch = self.patch(section)
         for shape in shapes:
@@ -266,9 +279,14 @@ class DiffusersFamily(Family):
         return own
 
     def defaults(self, section: ModelSection) -> Defaults:
-        """Return the defaults of sampling: the release's shift, and guidance and steps."""
-        shift = self.scheduler.shift(section)
-        return Defaults(shift, self.guidance_scale, self.num_inference_steps)
+        """Return the defaults of sampling, with the release's shift, and its guidance if any."""
+        guider, scale = releases.read_release(section).guider, self.guidance_scale
+        if guider is not None:
+            scale = guider_scale(guider, str(section.release()))
+        # A scale of 1 has no pass without a caption for which the model would have to train.
+        dropout = Defaults.caption_dropout if scale != 1 else 0.0
+        shift, steps = self.scheduler.shift(section), self.num_inference_steps
+        return Defaults(shift, scale, steps, dropout, self.max_tokens)
 
     def distils_guidance(self, model: Any) -> bool:
         return bool(model.config.get("guidance_embeds", False))
@@ -408,6 +426,13 @@ def cut_texts(padded: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor | None]:
     if total == padded[..., 0].numel():
         return padded, None
     return padded, torch.arange(longest, device=padded.device) < lengths[:, None]
+
+
+def run_block(model: Any, block: nn.Module, *inputs: Any) -> Any:
+    """Run a block as diffusers' forward passes do: with gradients, by what `call_by` has set."""
+    if torch.is_grad_enabled() and model.gradient_checkpointing:
+        return model._gradient_checkpointing_func(block, *inputs)
+    return block(*inputs)
 
 
 def share_inputs(

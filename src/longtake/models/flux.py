@@ -3,7 +3,6 @@
 Legend: B batch, C latent channels, H and W latent rows and columns, N tokens of an image.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,7 +87,9 @@ class Flux(diffusers_family.DiffusersFamily):
     parts = "an AutoencoderKL and two transformers text encoders"
     text: TextContract = FluxText()
     block = DiffusersBlocks(
-        lists=("transformer_blocks", "single_transformer_blocks"), share=share_tokens
+        lists=("transformer_blocks", "single_transformer_blocks"),
+        joins_text=True,
+        share=share_tokens,
     )
     makes_videos = False
     rope_axes: tuple[int, ...] = (16, 56, 56)
@@ -174,13 +175,6 @@ class Flux(diffusers_family.DiffusersFamily):
         return diffusers_family.TransformerCall(
             inputs, lambda out: unpack(out[:, :num_noisy], height, width)
         )
-
-    def sequence_length(
-        self, model: nn.Module, shape: base.LatentShape, conditioning: base.Conditioning
-    ) -> int:
-        sizes = [shape[2:], *(each.shape[-2:] for each in self.inputs.pictures(conditioning))]
-        pixels = sum(rows * columns for rows, columns in sizes)
-        return conditioning["prompt_embeds"].shape[1] + pixels // math.prod(self.block.patch_size)
 
 
 class FluxKontext(Flux):

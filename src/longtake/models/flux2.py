@@ -17,7 +17,7 @@ from longtake.models import base, codec, diffusers_family, flux, pretrained, rel
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
-from longtake.models.text_contract import DECODER, TextContract, text_width
+from longtake.models.text_contract import DECODER, TextContract
 
 _TIME_STEP = 10  # between the image and its first reference, and between references
 _MAX_REFERENCES = 10
@@ -38,10 +38,6 @@ class Flux2Text(TextContract):
     ) -> base.Conditioning:
         embeds = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)[0]
         return {"prompt_embeds": embeds}
-
-    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
-        width = _LAYERS * text_width(next(iter(encoders.values())))
-        return {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
 
 
 class Flux2Blocks(DiffusersBlocks):
@@ -88,11 +84,12 @@ class Flux2(flux.Flux):
     }
     codec_class = codec.PatchedImageCodec
     parts = "an AutoencoderKLFlux2 and a Mistral3 or Qwen3 text encoder"
-    text = Flux2Text(arguments=DECODER)
+    text = Flux2Text(layers=_LAYERS, arguments=DECODER)
     inputs = base.InputContract(
         optional=("reference", *(f"reference_{at}" for at in range(2, _MAX_REFERENCES + 1)))
     )
     block = Flux2Blocks(
+        joins_text=True,
         lists=("transformer_blocks", "single_transformer_blocks"),
         patch_size=(1, 1, 1),
         lora_targets=(

@@ -19,7 +19,7 @@ from longtake.models import base, codec, diffusers_family, pretrained, releases
 from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.recognition import HUNYUAN_I2V, makes_from_frame
-from longtake.models.release_scheduler import PipelineScheduler, build_guider, guider_scale
+from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder, TransformersText
 from longtake.models.text_contract import DECODER, TextContract, text_width
 from longtake.parallel.context_parallel import TokenSharing
@@ -151,6 +151,7 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
     time_range = (0.0, 1000.0)
     scheduler = PipelineScheduler(mu=None)
     guidance_scale = 6.0
+    max_tokens = 1000
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         if not isinstance(text, TransformersText) or text.pooled_dim is not None:
@@ -252,21 +253,12 @@ class HunyuanVideo15(diffusers_family.DiffusersFamily):
         lengths = [conditioning[name].shape[1] for name in texts if name in conditioning]
         return self.block.num_tokens(model, shape) + sum(lengths)
 
-    def defaults(self, section: ModelSection) -> base.Defaults:
-        """Return the sampling defaults, with the release's guidance scale (1: no second pass)."""
-        release = releases.read_release(section)
-        scale = self.guidance_scale
-        if release.guider is not None:
-            scale = guider_scale(release.guider, str(section.release()))
-        # Without guidance there is no pass without a caption for which the model would have to
-        # train.
-        dropout = base.Defaults.caption_dropout if scale != 1 else 0.0
-        shift, steps = self.scheduler.shift(section), self.num_inference_steps
-        return base.Defaults(shift, scale, steps, dropout, max_tokens=1000)
-
     def further_components(self, release: releases.Release) -> dict[str, Any]:
+        from diffusers import ClassifierFreeGuidance
+
         values = {"guidance_scale": self.guidance_scale, **(release.guider or {})}
-        return {"guider": build_guider(values)}
+        with pretrained.quiet(ClassifierFreeGuidance):  # diffusers calls guiders experimental
+            return {"guider": ClassifierFreeGuidance.from_config(values)}
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         advice = "Export" if is_lora else "Name a file of this model by --like, or export"
@@ -340,11 +332,9 @@ def _forward(
         known = None if known is None else sharing.cut(known, 1)
     if known is not None:  # [B, 1, 1, N + T], of the keys
         known = torch.cat([_all_known(video), known], dim=1)[:, None, None]
-    # As in diffusers' forward passes: the function is the one that `call_by` has set.
-    recomputes = torch.is_grad_enabled() and model.gradient_checkpointing
     for block in model.transformer_blocks:
-        run = partial(model._gradient_checkpointing_func, block) if recomputes else block
-        video, text = run(video, text, temb, known, rope)
+        given = (video, text, temb, known, rope)
+        video, text = diffusers_family.run_block(model, block, *given)
     velocity = model.proj_out(model.norm_out(video, temb))
     if sharing is not None:
         velocity = sharing.gather(velocity, 1)

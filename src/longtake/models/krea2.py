@@ -20,7 +20,7 @@ from longtake.models.base import LatentShape
 from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
-from longtake.models.text_contract import DECODER, TextContract, text_width
+from longtake.models.text_contract import DECODER, TextContract
 from longtake.parallel.context_parallel import TokenSharing
 
 _LAYERS = tuple(range(2, 36, 3))
@@ -43,11 +43,6 @@ class Krea2Text(TextContract):
         embeds, masks = pipeline.encode_prompt(captions, max_sequence_length=max_tokens)
         texts = [text[mask].flatten(1) for text, mask in zip(embeds, masks, strict=True)]
         return diffusers_family.pad_texts(texts, max_tokens)
-
-    def outline(self, encoders: Mapping[str, nn.Module], max_tokens: int) -> base.Conditioning:
-        width = len(_LAYERS) * text_width(next(iter(encoders.values())))
-        embeds = torch.empty(1, max_tokens, width, device="meta")
-        return super().outline(encoders, max_tokens) | {"prompt_embeds": embeds}
 
 
 def _share_tokens(model: Any, sharing: TokenSharing) -> None:
@@ -112,11 +107,13 @@ class Krea2(diffusers_family.DiffusersFamily):
     codec_class = codec.AutoencoderCodec
     parts = "an AutoencoderKLQwenImage and a Qwen3-VL"
     text = Krea2Text(
+        layers=len(_LAYERS),
         has_lengths=True,
         template_tokens=34,  # those that the pipeline drops; text.max_tokens counts the other 5
         arguments=DECODER,
     )
     block = DiffusersBlocks(
+        joins_text=True,
         arguments={"tokens": "hidden_states", "temb": "temb", "rope": "image_rotary_emb"},
         outputs=("tokens",),
         lora_targets=(*DiffusersBlocks.lora_targets, "to_gate"),
@@ -175,11 +172,6 @@ class Krea2(diffusers_family.DiffusersFamily):
             "encoder_attention_mask": mask,
         }
         return diffusers_family.TransformerCall(inputs, lambda out: flux.unpack(out, height, width))
-
-    def sequence_length(
-        self, model: nn.Module, shape: LatentShape, conditioning: base.Conditioning
-    ) -> int:
-        return conditioning["prompt_embeds"].shape[1] + self.block.num_tokens(model, shape)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         if is_lora:

@@ -151,6 +151,7 @@ class LTX2(diffusers_family.DiffusersFamily):
             "*.video_to_audio_*",
             "*.video_a2v_*",
         ),
+        untrained_because='They are of the audio, which is trained with model.audio = "train".',
         share=_share_tokens,
     )
     time_range = (0.0, 1000.0)
@@ -159,6 +160,7 @@ class LTX2(diffusers_family.DiffusersFamily):
         default_shift=ShiftRule(MuLine(1024, 0.95, 4096, 2.05), 0.1),
     )
     guidance_scale = 3.0
+    max_tokens = 1024
     num_inference_steps = 30
 
     def with_audio(self, section: ModelSection) -> base.Family:
@@ -180,7 +182,7 @@ class LTX2(diffusers_family.DiffusersFamily):
 
     def defaults(self, section: ModelSection) -> base.Defaults:
         # The share of Lightricks' own trainer; see `stretched_logit_normal`.
-        return replace(super().defaults(section), max_tokens=1024, uniform_share=0.1)
+        return replace(super().defaults(section), uniform_share=0.1)
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         parts = text.pipeline_parts()

@@ -1,6 +1,5 @@
 """Qwen-Image: diffusers' `QwenImageTransformer2DModel`, called as its pipeline does."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -88,6 +87,7 @@ class QwenImage(diffusers_family.DiffusersFamily):
         arguments={"output_hidden_states": True},
     )
     block = DiffusersBlocks(
+        joins_text=True,
         untrained=(  # what only the text of the last block is made of
             "transformer_blocks.{last}.attn.add_q_proj.*",
             "transformer_blocks.{last}.attn.to_add_out.*",
@@ -152,13 +152,6 @@ class QwenImage(diffusers_family.DiffusersFamily):
         lengths = flux.pack(conditional).norm(dim=-1, keepdim=True)
         scaled = tokens * (lengths / tokens.norm(dim=-1, keepdim=True))
         return flux.unpack(scaled, *conditional.shape[-2:])
-
-    def sequence_length(
-        self, model: nn.Module, shape: LatentShape, conditioning: base.Conditioning
-    ) -> int:
-        pixels = sum(math.prod(each.shape[-2:]) for each in self.inputs.pictures(conditioning))
-        text = conditioning["prompt_embeds"].shape[1]
-        return text + self.block.num_tokens(model, shape) + pixels // _PATCH
 
 
 class Positions(nn.Module):

@@ -3,6 +3,7 @@
 Legend: B batch, T tokens of a text, N of the image, S both, D width, H heads, d width of a head.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -226,12 +227,10 @@ def _forward(
         sharing.begin(tokens.shape[1])
         tokens, rope = sharing.cut(tokens, 1), sharing.cut(rope, 1)
         is_image = sharing.cut(is_image, 0)
-    # As in diffusers' forward passes: the function is the one that `call_by` has set.
-    recomputes = torch.is_grad_enabled() and model.gradient_checkpointing
     for block in model.transformer_blocks:
-        run = partial(model._gradient_checkpointing_func, block) if recomputes else block
         # By position, as recomputation calls it; without a cache of keys and values.
-        tokens = run(tokens, modulation, rope, mask, is_image, None, None, None, segments)
+        given = (tokens, modulation, rope, mask, is_image, None, None, None, segments)
+        tokens = diffusers_family.run_block(model, block, *given)
     velocity = model.proj_out(model.norm_out(tokens, temb, is_image))
     if sharing is not None:
         velocity = sharing.gather(velocity, 1)
@@ -279,6 +278,7 @@ class QwenImage21(diffusers_family.DiffusersFamily):
     )
     inputs = qwen_image_edit.EditInputs(optional=_REFERENCES)
     block = DiffusersBlocks(
+        joins_text=True,
         patch_size=(1, 1, 1),
         arguments={"tokens": "hidden_states", "temb": "modulation", "rope": "rotary_emb"},
         outputs=("tokens",),
@@ -313,13 +313,6 @@ class QwenImage21(diffusers_family.DiffusersFamily):
             block.attn.set_processor(_Attention())
         model.forward = partial(_forward, model, None)
 
-    def defaults(self, section: ModelSection) -> base.Defaults:
-        """Return the sampling defaults; without a second pass no caption has to be dropped."""
-        shift = self.scheduler.shift(section)
-        return base.Defaults(
-            shift, self.guidance_scale, self.num_inference_steps, caption_dropout=0.0
-        )
-
     def call(
         self, model: Any, noisy_latents: Tensor, timesteps: Tensor, conditioning: base.Conditioning
     ) -> diffusers_family.TransformerCall:
@@ -353,10 +346,9 @@ class QwenImage21(diffusers_family.DiffusersFamily):
     def sequence_length(
         self, model: nn.Module, shape: LatentShape, conditioning: base.Conditioning
     ) -> int:
-        pictures = self.inputs.pictures(conditioning)
-        pixels = sum(each.shape[-2] * each.shape[-1] for each in pictures)
-        text = conditioning["prompt_embeds"].shape[1] - pixels // _SIDE**2
-        return text + pixels + self.block.num_tokens(model, shape)
+        pixels = sum(math.prod(each.shape[-2:]) for each in self.inputs.pictures(conditioning))
+        # Places of pictures in the text stand for tokens, which are counted.
+        return super().sequence_length(model, shape, conditioning) - pixels // _SIDE**2
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         if is_lora:

@@ -280,9 +280,10 @@ _REFUSED = (
         "(docs/guides/modules.md).",
     ),
     _Refused(
-        "a FLUX.3 distilled to a flow map, which is trained toward where a step ends",
+        "a FLUX.3 distilled to a flow map",
         lambda facts: _named("Flux3Distilled")(facts) or bool(facts.get("flow_map")),
-        "Start from black-forest-labs/flux-3-image-klein-base.",
+        "It learns where a step ends, another objective: start from "
+        "black-forest-labs/flux-3-image-klein-base.",
     ),
     _Refused("FLUX.2 klein KV", _named("Flux2KleinKV"), "Start from FLUX.2 klein."),
     _Refused("MiniMax H3", _named("MiniMax"), "Start from Wan 2.2 or HunyuanVideo 1.5."),

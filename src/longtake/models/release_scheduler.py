@@ -133,10 +133,3 @@ def guider_scale(guider: Mapping[str, Any], where: str) -> float:
             "guider/guider_config.json, if the model works with plain guidance."
         )
     return float(guider.get("guidance_scale", 7.5)) if guider.get("enabled", True) else 1.0
-
-
-def build_guider(values: Mapping[str, Any]) -> Any:
-    from diffusers import ClassifierFreeGuidance
-
-    with pretrained.quiet(ClassifierFreeGuidance):  # diffusers calls guiders experimental
-        return ClassifierFreeGuidance.from_config(values)

@@ -123,16 +123,13 @@ def _index(where: str) -> dict[str, Any]:
 
 def _read_index(folder: Path) -> dict[str, Any]:
     files = (folder / name for name in ("model_index.json", MODULAR_INDEX))
-    entries = next((read_config(file) for file in files if file.is_file()), {})
-    return {name: _class_of(entry) for name, entry in entries.items()}
-
-
-def _class_of(entry: Any) -> Any:
-    if not _is_modular(entry):
-        return entry  # a setting
-    # The first two are null for a part that was not loaded when the index was saved.
-    hint = entry[2].get("type_hint")
-    return entry[:2] if entry[1] or not isinstance(hint, list) else hint
+    index = next((read_config(file) for file in files if file.is_file()), {})
+    for name, entry in index.items():
+        if _is_modular(entry):
+            # The first two are null for a part that was not loaded when the index was saved.
+            hint = entry[2].get("type_hint")
+            index[name] = entry[:2] if entry[1] or not isinstance(hint, list) else hint
+    return index
 
 
 def _is_modular(entry: Any) -> bool:

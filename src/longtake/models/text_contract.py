@@ -29,6 +29,8 @@ class TextContract:
     this order."""
     version: int = 1
     """Version of `encode` in the keys of a latent cache, where it returns other values than 1."""
+    layers: int = 1
+    """Number of hidden states of the captions' encoder, side by side in `prompt_embeds`."""
     template_tokens: int = 0
     """Number of tokens that the pipeline's template adds around a caption."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class TextContract:
             encoders: encoders by their folders, the captions' first; on the meta device.
             max_tokens: T, with the tokens of pictures.
         """
-        width = text_width(next(iter(encoders.values())))
+        width = self.layers * text_width(next(iter(encoders.values())))
         outlined = {"prompt_embeds": torch.empty(1, max_tokens, width, device="meta")}
         if self.has_lengths:
             outlined["prompt_length"] = torch.empty(1, dtype=torch.int64, device="meta")

@@ -7,7 +7,7 @@ A, where A is random and B zero: training starts from the very model that was lo
 import copy
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from itertools import chain
@@ -21,7 +21,7 @@ from longtake.config import AdapterRule, TrainableSection
 from longtake.errors import RecipeError
 from longtake.formatting import did_you_mean
 from longtake.models import added_module, deferred_init, numerics
-from longtake.models.base import Family
+from longtake.models.base import BlockContract, Family
 
 ADAPTER = "default"
 """Name of the only adapter in peft's LoRA layers."""
@@ -57,8 +57,7 @@ def make_trainable(
         torch.default_generator.manual_seed(torch.initial_seed())
         if base == "lora":
             with deferred_init.placeholders_on_cpu(deferred):
-                layers = _adapted_layers(model, section, family.block.lora_targets)
-                layers = [name for name in layers if f"{name}.weight" not in untrained]
+                layers = _adapted_layers(model, section, family.block, untrained)
                 add_lora(model, layers, section, dtype)
         modules = {
             name: added_module.build_module(
@@ -194,9 +193,18 @@ def is_full_lokr(layer: Any) -> bool:
 
 
 def _adapted_layers(
-    model: nn.Module, section: TrainableSection, targets: Sequence[str]
+    model: nn.Module, section: TrainableSection, contract: BlockContract, untrained: Collection[str]
 ) -> list[str]:
-    found = find_targets(model, section.targets or targets)
+    found = find_targets(model, section.targets or contract.lora_targets)
+    for target in section.targets or ():
+        named = find_targets(model, [target])
+        if all(f"{name}.weight" in untrained for name in named):
+            raise RecipeError(
+                f"trainable.targets: {target!r} names only layers that get no gradient in this "
+                f"run, such as {named[0]}: LoRA there would train nothing. "
+                f"{contract.untrained_because}"
+            )
+    found = [name for name in found if f"{name}.weight" not in untrained]
     left_out = find_targets(model, section.exclude, "trainable.exclude")
     kept = [name for name in found if name not in left_out]
     by_rule = layers_by_rule(kept, section)
