@@ -392,6 +392,7 @@ _CHANGES: dict[str, object] = {
     "data.sample_memory_gib": 7.0,
     "data.stills_from_videos": "true",
     "data.min_size": 7,
+    "data.upscale": "false",
     "data.keep_uncaptioned": "true",
     "data.max_quarantined_clips": 7,
     "model.config.layers": 5,

@@ -66,10 +66,8 @@ def _rows(catalog: Catalog) -> buckets.Rows:
     return np.arange(len(catalog), dtype=np.uint32)
 
 
-def _chosen(
-    catalog: Catalog, shapes: Sequence[Bucket], stride: int = 1, *, stills: bool = False
-) -> list[int]:
-    found: list[int] = choose(catalog, _rows(catalog), shapes, stride, stills=stills).tolist()
+def _chosen(catalog: Catalog, shapes: Sequence[Bucket], stride: int = 1, **how: bool) -> list[int]:
+    found: list[int] = choose(catalog, _rows(catalog), shapes, stride, **how).tolist()
     return found
 
 
@@ -140,7 +138,9 @@ def test_a_clip_that_is_too_short_has_no_bucket() -> None:
     assert _chosen(_sized([(64, 64, 1)]), [_bucket(64, 64, 1)], stride=3) == [0]
 
 
-def _reference(size: _Size, shapes: Sequence[Bucket], stride: int, *, stills: bool) -> int:
+def _reference(
+    size: _Size, shapes: Sequence[Bucket], stride: int, *, stills: bool, upscale: bool
+) -> int:
     """The rule in plain words, one clip at a time."""
     width, height, num_frames = size
 
@@ -154,6 +154,7 @@ def _reference(size: _Size, shapes: Sequence[Bucket], stride: int, *, stills: bo
         for i, shape in enumerate(shapes)
         if num_frames >= span(shape, stride)
         and (stills or min(shape.num_frames, num_frames) > 1 or shape.num_frames == num_frames)
+        and (upscale or (width >= shape.width and height >= shape.height))
     ]
     return min(fitting, key=lambda i: distance(shapes[i]), default=-1)
 
@@ -167,12 +168,19 @@ _shapes = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(sizes=_sizes, shapes=_shapes, stride=st.integers(1, 3), stills=st.booleans())
+@given(
+    sizes=_sizes,
+    shapes=_shapes,
+    stride=st.integers(1, 3),
+    stills=st.booleans(),
+    upscale=st.booleans(),
+)
 def test_all_clips_at_once_are_as_one_by_one(
-    sizes: list[_Size], shapes: list[Bucket], stride: int, stills: bool
+    sizes: list[_Size], shapes: list[Bucket], stride: int, stills: bool, upscale: bool
 ) -> None:
-    expected = [_reference(size, shapes, stride, stills=stills) for size in sizes]
-    assert _chosen(_sized(sizes), shapes, stride, stills=stills) == expected
+    how = {"stills": stills, "upscale": upscale}
+    expected = [_reference(size, shapes, stride, **how) for size in sizes]
+    assert _chosen(_sized(sizes), shapes, stride, **how) == expected
 
 
 def test_clips_are_sorted_and_what_is_left_out_is_counted() -> None:

@@ -12,6 +12,7 @@ from tests.data.build import catalog_of, section
 
 from longtake.config import DataSection, Stage
 from longtake.data import stages
+from longtake.data.buckets import TOO_SMALL
 from longtake.data.catalog import Catalog
 from longtake.data.order import shares
 from longtake.data.stages import StageTimeline, mixed, select
@@ -103,6 +104,21 @@ def test_clips_without_a_caption_and_small_ones_are_kept_or_left_out_by_choice()
         {f"smaller than data.min_size = {least}": small} if small else {}
     )
     assert len(found.members) == 12 - small
+
+
+def test_clips_that_no_bucket_takes_without_enlarging_them_are_counted() -> None:
+    sides = [(64, 64), (64, 32), (32, 64), (16, 16)]
+    clips = catalog_of(range(4), width=lambda n: sides[n][0], height=lambda n: sides[n][1])
+    shapes = [{"num_frames": 1, "width": w, "height": h} for w, h in ((64, 64), (64, 32))]
+    stage = Stage.model_validate({"name": "one", "buckets": shapes})
+    data = section(upscale=False, stills_from_videos=True)
+    found = select(clips, stage, data)
+    assert dict(found.dropped) == {TOO_SMALL: 2}
+    paths = [{clips.clip(int(row)).width for row in rows} for rows in found.members.rows]
+    assert paths == [{64}, {64}]
+    small = Stage.model_validate({"name": "one", "buckets": [{**shapes[0], "width": 128}]})
+    with pytest.raises(DataError, match=r"too small for every bucket, .* a smaller bucket, or let"):
+        select(clips, small, data)
 
 
 def test_clips_that_are_too_short_for_the_stages_buckets_are_counted(clips: Catalog) -> None:

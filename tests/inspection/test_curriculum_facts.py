@@ -94,6 +94,7 @@ _conditions = st.lists(
     shapes=st.permutations([WIDE, SQUARE, TALL, {"num_frames": 2, **_HALF, "share": 0.4}]),
     num_shapes=st.integers(2, 4),
     stride=st.integers(1, 2),
+    upscale=st.booleans(),
 )
 def test_every_clip_is_in_one_place(
     clips: list[dict[str, Any]],
@@ -102,11 +103,13 @@ def test_every_clip_is_in_one_place(
     shapes: list[dict[str, Any]],
     num_shapes: int,
     stride: int,
+    upscale: bool,
 ) -> None:
     catalog = make_catalog(clip(number, **values) for number, values in enumerate(clips))
     assume("nouns" in catalog.attribute_names)
     stage = {"name": "one", "where": where, "drop_hardest": drop_hardest, "epochs": 2}
     data = {"buckets": shapes[:num_shapes], "frame_stride": stride, "stages": [stage]}
+    data |= {"upscale": upscale}
     try:
         plan, facts = planned(catalog, recipe_of(data))
     except DataError:

@@ -328,6 +328,9 @@ class DataSection(Section):
     only window; `spread`: by `windows`."""
     min_size: int | None = Field(None, gt=0, le=MAX_SIDE)
     """Leave out clips whose shorter side has fewer pixels. Unset: small clips are enlarged."""
+    upscale: bool = True
+    """Enlarge clips that are smaller than their bucket. `false`: a clip goes to a bucket that it
+    covers, and is left out if it covers none."""
     keep_uncaptioned: bool = False
     """Train clips without a caption with an empty one. `false`: they are left out. Another text for
     them, or their file names, is given by `longtake data index --uncaptioned`."""

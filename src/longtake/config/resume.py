@@ -58,6 +58,7 @@ DECIDES_ORDER = (
     "data.stills_from_videos",
     "data.max_crop",
     "data.min_size",
+    "data.upscale",
     "data.keep_uncaptioned",
     "data.stages",
     "data.weights",

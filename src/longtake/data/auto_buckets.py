@@ -6,6 +6,7 @@ with. Nothing here imports torch.
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import av
 import numpy as np
@@ -68,12 +69,12 @@ def choose_buckets(
         for frames in sorted(set(auto.frames))
         for height, width in sorted(sizes, key=lambda size: size[1] / size[0])
     ]
-    stills, fps = data.stills_from_videos, data.fps
+    how: Any = {"stills": data.stills_from_videos, "fps": data.fps, "upscale": data.upscale}
     while shapes:
         counts = np.zeros(len(shapes), np.int64)
         for clips in catalogs.values():
             rows = stages.captioned_rows(clips, data)
-            choice = buckets.choose(clips, rows, shapes, data.frame_stride, stills=stills, fps=fps)
+            choice = buckets.choose(clips, rows, shapes, data.frame_stride, **how)
             counts += np.bincount(choice[choice >= 0], minlength=len(shapes))
         fewest = int(np.argmin(counts))
         if counts[fewest] >= auto.min_clips:

@@ -27,13 +27,15 @@ Rows = NDArray[np.uint32]  # rows of a catalog
 TOO_SHORT = "too short for every bucket"
 NO_STILLS = "an image, and no bucket has one frame"
 ONLY_STILLS = "a video that only buckets of 1 frame could take"
+TOO_SMALL = "too small for every bucket, as data.upscale is false"
 CROPPED = "cropped by more than data.max_crop"
 
 _SIZES = ("width", "height")
 _ROUNDING = 1e-9  # tolerance of shares
 _MOST_MORE_CUT = 0.1  # a shared bucket may cut this much more than the best one
 _ROUNDING_FRAMES = 1e-6  # tolerance of frames: times are floats, and frames begin at exact times
-_NO_BUCKET, _TOO_MUCH_CUT, _NO_STILLS = -1, -2, -3  # used in place of a bucket's index
+# Used in place of a bucket's index.
+_NO_BUCKET, _TOO_MUCH_CUT, _NO_STILLS, _TOO_SMALL = -1, -2, -3, -4
 _CHUNK = 2**18  # arrays of this many rows stay in the processor's cache
 _MAX_ROWS_ON_HEAP = 2**18  # one megabyte; larger arrays are mapped from a file
 
@@ -126,6 +128,7 @@ def sort_into_buckets(
     stills: bool = False,
     fps: float | None = None,
     max_crop: float | None = None,
+    upscale: bool = True,
     has_shares: bool = False,
 ) -> tuple[BucketAssignment, Counter[str]]:
     """Assign each clip to its best bucket (see `choose`); count clips that fit none, by reason.
@@ -137,17 +140,16 @@ def sort_into_buckets(
     taken: dict[tuple[int, ...], list[Rows]] = {}  # key: best bucket, flags of `sharing`
     for chunk, part, within in _chunks(catalog, rows):
         kinds, which = _kinds(part, within, shapes, stride, fps)
-        best = _best_bucket(kinds, shapes, stride, stills=stills)
-        cut = _cuts(kinds, shapes)[np.arange(len(best)), best]
-        best[(best < 0) & (kinds.frames == 1)] = _NO_STILLS
+        best = _best_bucket(kinds, shapes, stride, stills=stills, upscale=upscale)
+        cut = _cuts(kinds, shapes)[np.arange(len(best)), np.maximum(best, 0)]
+        best[(best == _NO_BUCKET) & (kinds.frames == 1)] = _NO_STILLS
         if max_crop is not None:
             best[(best >= 0) & (cut > max_crop + _ROUNDING)] = _TOO_MUCH_CUT
         # A shared bucket may crop slightly more than the best one, but must never scale a clip up.
         most = np.minimum(cut + _MOST_MORE_CUT, np.inf if max_crop is None else max_crop)
         also = _fits(kinds, others, stride, stills=stills)
         also &= _cuts(kinds, others) <= most[:, None] + _ROUNDING
-        also &= kinds.widths[:, None] >= [shape.width for shape in others]
-        also &= kinds.heights[:, None] >= [shape.height for shape in others]
+        also &= _covers(kinds, others)
         also &= (best[:, None] >= 0) & (best[:, None] != sharing)
         # Work on the few distinct kinds, and spread the result over millions of clips at the end.
         groups, group = np.unique(np.column_stack([best, also]), axis=0, return_inverse=True)
@@ -157,9 +159,9 @@ def sort_into_buckets(
         for key, (begin, end) in zip(groups.tolist(), pairwise([0, *ends]), strict=True):
             taken.setdefault(tuple(key), []).append(ordered[begin:end])
     alone = (0,) * len(sharing)
-    unfit, stills_left, cropped = (
+    unfit, stills_left, small, cropped = (
         sum(map(len, taken.pop((why, *alone), [])))
-        for why in (_NO_BUCKET, _NO_STILLS, _TOO_MUCH_CUT)
+        for why in (_NO_BUCKET, _NO_STILLS, _TOO_SMALL, _TOO_MUCH_CUT)
     )
     own = [taken.pop((index, *alone), []) for index in range(len(shapes))]
     shared = sorted(taken, key=lambda key: (key[0], key[:0:-1]))
@@ -174,7 +176,7 @@ def sort_into_buckets(
     )
     has_stills = any(shape.num_frames == 1 for shape in shapes)  # all are long enough
     too_short = ONLY_STILLS if has_stills else TOO_SHORT
-    dropped = {too_short: unfit, NO_STILLS: stills_left, CROPPED: cropped}
+    dropped = {too_short: unfit, NO_STILLS: stills_left, TOO_SMALL: small, CROPPED: cropped}
     return members, Counter({reason: count for reason, count in dropped.items() if count})
 
 
@@ -203,17 +205,20 @@ def choose(
     *,
     stills: bool = False,
     fps: float | None = None,
+    upscale: bool = True,
 ) -> NDArray[np.int16]:
     """Return for each clip the index of the bucket (clip shape) that keeps most of it, or -1.
 
     The nearest aspect ratio comes first (least cropped), then the most frames, then the nearest
     area. With `stills` a bucket of one frame takes videos too, otherwise only clips of one frame.
-    With `fps` a video's frames are counted at that rate. Results are in the order of `rows`.
+    With `fps` a video's frames are counted at that rate. Without `upscale` no bucket is chosen that
+    would enlarge the clip. Results are in the order of `rows`.
     """
     chosen = [np.empty(0, np.int16)]
     for _, part, within in _chunks(catalog, rows):
         kinds, which = _kinds(part, within, shapes, stride, fps)
-        chosen.append(_best_bucket(kinds, shapes, stride, stills=stills).take(which))
+        best = _best_bucket(kinds, shapes, stride, stills=stills, upscale=upscale)
+        chosen.append(np.maximum(best, _NO_BUCKET).take(which))
     return np.concatenate(chosen)
 
 
@@ -314,6 +319,12 @@ def _fits(
     return fits if stills else fits & ((num_frames > 1) | (frames == 1))
 
 
+def _covers(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.bool_]:
+    """Return true [K, S] where clips of a size need not be enlarged for a bucket."""
+    is_wide = kinds.widths[:, None] >= np.array([shape.width for shape in shapes])
+    return is_wide & (kinds.heights[:, None] >= np.array([shape.height for shape in shapes]))
+
+
 def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
     """Return the share of the picture [K, S] that the crop of each size to a bucket removes."""
     across = np.array([shape.width for shape in shapes]) / kinds.widths[:, None]
@@ -322,10 +333,15 @@ def _cuts(kinds: _Kinds, shapes: Sequence[Bucket]) -> NDArray[np.float64]:
 
 
 def _best_bucket(
-    kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool
+    kinds: _Kinds, shapes: Sequence[Bucket], stride: int, *, stills: bool, upscale: bool
 ) -> NDArray[np.int16]:
-    """Return the index of the best bucket [K] for each size of clips, by the rules of `choose`."""
-    is_best = _fits(kinds, shapes, stride, stills=stills)
+    """Return the index of the best bucket [K] for each size of clips, by the rules of `choose`.
+
+    Of a size without any it is `_NO_BUCKET`, or `_TOO_SMALL` if one would enlarge the clips.
+    """
+    fits = _fits(kinds, shapes, stride, stills=stills)
+    is_best = fits if upscale else fits & _covers(kinds, shapes)
+    otherwise = np.where(fits.any(axis=1), _TOO_SMALL, _NO_BUCKET)
     aspects = np.log(kinds.widths / kinds.heights)[:, None]
     # Rounded to 2 digits, so that nearly equal aspect ratios leave the choice to the frames.
     aspect = np.round(np.abs(aspects - np.log([each.width / each.height for each in shapes])), 2)
@@ -336,7 +352,7 @@ def _best_bucket(
     for distance in (aspect, np.array([-each.num_frames for each in shapes]), area):
         distance = np.where(is_best, distance, np.inf)
         is_best &= distance == distance.min(axis=1, keepdims=True)
-    return np.where(has_any, is_best.argmax(axis=1), _NO_BUCKET).astype(np.int16)
+    return np.where(has_any, is_best.argmax(axis=1), otherwise).astype(np.int16)
 
 
 def span(shape: Bucket, stride: int) -> int:

@@ -59,6 +59,7 @@ def select(catalog: Catalog, stage: Stage, data: DataSection) -> Selection:
         stills=data.stills_from_videos,
         fps=data.fps,
         max_crop=data.max_crop,
+        upscale=data.upscale,
         has_shares=True,
     )
     dropped = Counter({reason: n for reason, n in (dropped + unfit).items() if n})
@@ -192,6 +193,7 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
     rate = "" if data.fps is None else f" at data.fps = {data.fps:g}"
     which = f"Stage {stage.name}: none" if data.stages else "None"
     stills = " Or set data.stills_from_videos = true to train on single frames of videos."
+    small = " Or add a smaller bucket, or let clips be enlarged (data.upscale = true)."
     return (
         f"{which} of the catalog's {len(catalog)} clips can be trained on: "
         f"{reasons or 'it is empty'}. The buckets are {shapes}; the longest clip has {longest} "
@@ -199,6 +201,7 @@ def _nothing_left(catalog: Catalog, stage: Stage, data: DataSection, dropped: Co
         "lower data.buckets' num_frames, data.frame_stride or data.fps, or relax the stage's "
         f"`where`.{_quantile_values(catalog, stage, data)}"
         + (stills if buckets.ONLY_STILLS in dropped else "")
+        + (small if buckets.TOO_SMALL in dropped else "")
         + (_least_cut(catalog, stage, data) if buckets.CROPPED in dropped else "")
     )
 

@@ -6,7 +6,7 @@ checkpoints differ by their weights only. No caption is dropped, and no clip is 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow.compute as pc
 import torch
@@ -74,8 +74,9 @@ class HeldOut:
         refuse_without_conditioning(catalog, recipe.data.conditioning)
         _refuse_trained(catalog, recipe, run)
         data, rows = recipe.data, captioned_rows(catalog, recipe.data)
-        shapes, stills = data.shapes(), data.stills_from_videos
-        buckets = choose(catalog, rows, shapes, data.frame_stride, stills=stills, fps=data.fps)
+        shapes = data.shapes()
+        how: Any = {"stills": data.stills_from_videos, "fps": data.fps, "upscale": data.upscale}
+        buckets = choose(catalog, rows, shapes, data.frame_stride, **how)
         usable = [(row, shapes[at]) for row, at in zip(rows, buckets, strict=True) if at >= 0]
         # In the order of identities; as these are hashes, the first ones are a random choice.
         found = [(catalog.clip(int(row)), bucket) for row, bucket in usable[:num_clips]]

@@ -77,9 +77,13 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
     selection = select(catalog, stage, data)
     reasons = tuple(selection.dropped)
     code, is_left = np.full(len(catalog), -1, np.int16), np.ones(len(catalog), bool)
-    stills = data.stills_from_videos
-    best = _best(catalog, dict(enumerate(shapes)), data.frame_stride, stills=stills, fps=data.fps)
-    has_bucket = np.flatnonzero(best >= 0).astype(np.uint32)
+    stills, numbered = data.stills_from_videos, dict(enumerate(shapes))
+    # By their frames alone, and then by their size.
+    fitting, best = (
+        _best(catalog, numbered, data.frame_stride, stills=stills, fps=data.fps, upscale=upscale)
+        for upscale in (True, data.upscale)
+    )
+    has_bucket = np.flatnonzero(fitting >= 0).astype(np.uint32)
     # Clips that pass all conditions are dropped if no bucket takes them or theirs crops too much.
     no_bucket = next(
         (reason for reason in (bucketing.TOO_SHORT, bucketing.ONLY_STILLS) if reason in reasons), ""
@@ -88,8 +92,9 @@ def assign_clips(catalog: Catalog, stage: Stage, data: DataSection) -> ClipAssig
     # A clip is counted under the first reason that drops it.
     for reason, rows in [
         *drop_in_turn(catalog, stage, data),
-        (bucketing.NO_STILLS, np.flatnonzero((best >= 0) | ~is_still).astype(np.uint32)),
+        (bucketing.NO_STILLS, np.flatnonzero((fitting >= 0) | ~is_still).astype(np.uint32)),
         (no_bucket, has_bucket),
+        (bucketing.TOO_SMALL, np.flatnonzero(best >= 0).astype(np.uint32)),
         (bucketing.CROPPED, selection.members.all_rows()),
     ]:
         still = np.zeros(len(catalog), bool)
@@ -127,10 +132,11 @@ def _best(
     *,
     stills: bool,
     fps: float | None = None,
+    upscale: bool = True,
 ) -> NDArray[np.int16]:
     everyone = np.arange(len(catalog), dtype=np.uint32)
     chosen = bucketing.choose(
-        catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps
+        catalog, everyone, list(shapes.values()), stride, stills=stills, fps=fps, upscale=upscale
     )
     return np.array([*shapes, -1], np.int16)[chosen]
 
