@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 from tests.build import MakeRecipe
 
+from longtake import config
 from longtake.errors import RecipeError
-from longtake.trust import import_class, named_code
+from longtake.run_dir import RunDirectory
+from longtake.trust import import_class, load_recipe, named_code
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FILES = {"broken": "1 / 0", "in_need": "import no_such"}
@@ -39,6 +41,28 @@ def test_every_class_that_a_recipe_names_is_listed(small_recipe: MakeRecipe) -> 
     listed = [f"{key} = {path!r}" for key, path in named.items()]
     assert named_code(recipe, with_hook=False) == listed
     assert named_code(recipe, with_hook=True) == [*listed, "watch.hook = 'mail me'"]
+
+
+def test_a_number_of_steps_is_refused_for_a_new_run_of_epochs(
+    small_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    """A run that is there refuses it itself, with the epochs that make it as long."""
+    values = small_recipe().model_dump(exclude_none=True)
+    values["training"] = {"epochs": 3, "global_batch_size": 2}
+    kept = config.parse(values, "test").with_steps(32)
+    path, run = tmp_path / "copied.toml", RunDirectory(tmp_path / "there")
+    path.write_text(config.dump(kept))
+    run.path.mkdir()
+    run.create(kept)
+    steps, new = "training.steps=100", f"out={tmp_path / 'new'}"
+    with pytest.raises(
+        RecipeError, match=r"steps = 100 would be ignored: .*epochs = 3 of .*copied"
+    ):
+        load_recipe(path, [steps, new])
+    with pytest.raises(RecipeError, match="would be ignored"):
+        load_recipe(path, [steps, f"out={run.path}"], fresh=True)
+    assert load_recipe(path, [steps, f"out={run.path}"]).training.steps == 100
+    assert load_recipe(path, ["training.epochs=5", new]).training.epochs == 5
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,12 @@ def refuse_foreign_code(
 
 
 def load_recipe(
-    path: Path, changes: Sequence[str], *, trust: bool = False, uses_out: bool = True
+    path: Path,
+    changes: Sequence[str],
+    *,
+    trust: bool = False,
+    uses_out: bool = True,
+    fresh: bool = False,
 ) -> config.Recipe:
     """Load a recipe like `config.load`, but refuse foreign code in the recipe of a run directory.
 
@@ -116,14 +121,24 @@ def load_recipe(
         changes: changes in the format of `--set`.
         trust: True: run the code that it names even if another user began the run.
         uses_out: True: the recipe's `out` will be used, so a moved run is refused.
+        fresh: True: a new run begins, even if there is one in `out`.
 
     Raises:
-        LongtakeError: any error of `config.load` or `refuse_moved`.
+        LongtakeError: any error of `config.load` or `refuse_moved`, or a number of steps for a new
+            run whose recipe has epochs.
         TrustError: the run of this recipe names code, and somebody else began it.
     """
     loaded = config.load(path, changes)
     if uses_out:
         refuse_moved(path, loaded, changes)
+    # A run that is resumed refuses it with the number of epochs that it has.
+    is_new = fresh or not RunDirectory(loaded.out).exists()
+    names = [change.partition("=")[0].strip() for change in changes]
+    if is_new and loaded.training.epochs is not None and "training.steps" in names:
+        raise errors.RecipeError(
+            f"training.steps = {loaded.training.steps} would be ignored: training.epochs = "
+            f"{loaded.training.epochs} of {path} decides the number of steps. Set training.epochs."
+        )
     run = run_around(path)
     if run is not None:
         refuse_foreign_code(run, trust=trust, with_hook=True)

@@ -11,11 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.build import MakeRecipe
 from tests.cli.conftest import Call, Refuse
 
-from longtake import __version__
+from longtake import __version__, config
+from longtake.cli.train import _say_what_was_done
 from longtake.data.encode import write_video
 from longtake.process import command
+from longtake.run_dir import RunDirectory
+from longtake.training.train import TrainOutcome
 
 _MISTAKES = {
     "a folder without clips": (
@@ -221,6 +225,26 @@ def test_training_again_goes_on_or_says_that_it_is_done(place: Path, call: Call)
     code, out, err = call("train", place / "recipe.toml")
     assert (code, out) == (0, "")
     assert f"{place}/run has done its 2 steps already." in err
+
+
+@pytest.mark.parametrize(
+    ("length", "said"),
+    [
+        ({"epochs": 2}, r"9 steps already \(3 epochs\), more than training\.epochs = 2\."),
+        ({"epochs": 3}, r"9 steps already\."),
+        ({"steps": 4}, r"9 steps already, more than training\.steps = 4\."),
+    ],
+)
+def test_a_length_that_a_run_has_passed_is_named(
+    length: dict[str, int], said: str, small_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = small_recipe().model_dump(exclude_none=True)
+    values["training"] = {**length, "global_batch_size": 2}
+    recipe = config.parse(values, "test")
+    recipe.out.mkdir()
+    RunDirectory(recipe.out).create(recipe.with_steps(9))
+    _say_what_was_done(TrainOutcome(9, 9, 1.0, None), recipe, 3, as_json=False)
+    assert re.search(said, capsys.readouterr().err)
 
 
 def test_sampling_writes_a_video_for_each_prompt_and_names_unknown_words(

@@ -56,6 +56,31 @@ def _said(done: Migration, key: str) -> str:
     return "\n".join(line for line in done.notes if line.strip().startswith(f"{key}:"))
 
 
+def test_a_lora_file_is_written_at_each_save_as_there(tmp_path: Path) -> None:
+    """Of a full fine-tune no LoRA file can be."""
+    network = {"type": "lokr", "linear": 8, "lokr_factor": 4}
+    done = _values(_ai_toolkit(tmp_path, network=network, save={"dtype": "float16"}))
+    saved = {"export": "comfyui", "export_dtype": "fp16"}
+    assert saved.items() <= done["checkpoint"].items()
+    assert done["trainable"]["factor"] == 4
+    full = _values(_ai_toolkit(tmp_path, save={"dtype": "float16"}))
+    assert not saved.keys() & full["checkpoint"].keys()
+
+
+def test_adapters_beside_a_model_keep_their_parts(tmp_path: Path) -> None:
+    lora = {"assistant_lora_path": "undo.safetensors", "inference_lora_path": "fast.safetensors"}
+    done = _values(_ai_toolkit(tmp_path, network={"type": "lora", "linear": 8}, model=lora))
+    assert done["model"]["training_adapter"] == "undo.safetensors"
+    assert done["sampling"]["adapter"] == "fast.safetensors"
+
+
+def test_clips_without_a_caption_get_the_one_of_the_configuration(tmp_path: Path) -> None:
+    datasets = [{"folder_path": "/d", "resolution": 512, "default_caption": "a dog's day"}]
+    done = _ai_toolkit(tmp_path, datasets=datasets)
+    (command, *_) = done.commands
+    assert command.startswith("""longtake data index /d --uncaptioned 'a dog'"'"'s day' --out""")
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [("linear", [0.5, 0.9]), ("sigmoid", [0.5, 0.782714]), ("shift", [0.5, 0.9])],

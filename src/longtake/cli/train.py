@@ -78,9 +78,11 @@ def train(
     from longtake.data.auto_buckets import with_buckets
     from longtake.trust import load_recipe
 
-    loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust))
+    loaded = with_buckets(load_recipe(recipe, changes or (), trust=trust, fresh=fresh))
     # A fresh run gets a folder of its own, and so does not resume what is in `out`.
     begun = None if fresh else loaded.out
+    there = RunDirectory(loaded.out)
+    epochs = there.recipe().training.epochs if begun and there.exists() else None
     parent = parent_of(begun, begin_from, weights_only=weights_only, trust=trust)
     try:
         with (
@@ -115,7 +117,7 @@ def train(
     if outcome.interrupted_by:
         _say_how_to_resume(outcome, outcome.run or loaded.out, fresh=fresh)
         raise typer.Exit(process.EXIT_CODES[outcome.interrupted_by])
-    _say_what_was_done(outcome, loaded, as_json=as_json)
+    _say_what_was_done(outcome, loaded, epochs, as_json=as_json)
 
 
 def parent_of(
@@ -150,7 +152,10 @@ def _say_how_to_resume(outcome: "TrainOutcome", out: Path, *, fresh: bool) -> No
     say.line(RunDirectory(out).resume_command())
 
 
-def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bool) -> None:
+def _say_what_was_done(
+    outcome: "TrainOutcome", recipe: "Recipe", epochs: int | None, *, as_json: bool
+) -> None:
+    """Say what a launch has trained; `epochs` are those that the run had before it."""
     from longtake.inspection.facts import command_to_sample
 
     out = outcome.run or recipe.out
@@ -169,7 +174,12 @@ def _say_what_was_done(outcome: "TrainOutcome", recipe: "Recipe", *, as_json: bo
     elif steps:
         say.line(f"Done: step {outcome.end_step} of {out}.")
     else:
-        say.line(f"{out} has done its {outcome.end_step} steps already.")
+        asked, more = recipe.training, ""
+        if asked.epochs and epochs and asked.epochs < epochs:
+            more = f" ({epochs} epochs), more than training.epochs = {asked.epochs}"
+        elif not asked.epochs and asked.steps < outcome.end_step:
+            more = f", more than training.steps = {asked.steps}"
+        say.line(f"{out} has done its {outcome.end_step} steps already{more}.")
     if outcome.rollbacks:
         times = "once" if outcome.rollbacks == 1 else f"{outcome.rollbacks} times"
         say.line(f"It went back {times}; see why: {process.command()} show {shlex.quote(str(out))}")

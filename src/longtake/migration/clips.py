@@ -10,7 +10,13 @@ from longtake.migration.draft import ALPHA, Draft, default_of, show
 from longtake.migration.tables import refusal, shared
 from longtake.models import recognition
 
-_HEAD = ("head", "single_beginning")
+_PLACES = {
+    "head": "head",
+    "single_beginning": "head",
+    "middle": "middle",
+    "single_middle": "middle",
+}
+"""Values of `data.window` by the trainers' names of a clip's only window."""
 _REFERENCES = ("flux_kontext", "flux2", "qwen_image_edit", "qwen_image_edit_plus")
 """Families that take reference pictures."""
 _ONE_REFERENCE = ("flux_kontext", "qwen_image_edit")
@@ -188,10 +194,11 @@ def set_windows(draft: Draft) -> None:
         return
     window = str(draft.facts.get("window", ""))
     count = int(draft.facts.get("windows", 1))
+    if window in _PLACES:
+        draft.set("data.window", _PLACES[window])
+        return
     draft.set("data.windows", max(1, count))
-    if window in _HEAD:
-        draft.decide("data.windows", "head")
-    elif window not in ("", "middle", "single_middle"):
+    if window:
         name = "spread" if window == "spread" else "window"
         draft.tell("differs", "data.windows", name, window=show(window))
 

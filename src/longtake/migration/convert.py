@@ -211,6 +211,16 @@ def weights(draft: Draft, row: Row, key: str, value: Any) -> None:
     draft.facts.setdefault("weights", {})[key] = True
 
 
+def only_file(draft: Draft, row: Row, key: str, value: Any) -> None:
+    """A file, or a list of one."""
+    (file,) = value if isinstance(value, list) else [value]
+    draft.set(row.to, str(file))
+
+
+def uncaptioned(draft: Draft, row: Row, key: str, value: Any) -> None:
+    draft.clips[-1].uncaptioned = str(value)
+
+
 def folder(draft: Draft, row: Row, key: str, value: Any) -> None:
     draft.clips[-1].source = str(value)
 

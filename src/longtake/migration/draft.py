@@ -36,6 +36,8 @@ class ClipSet:
     """A folder, or a table of clips."""
     is_kohya: bool = False
     """True if the folder holds folders such as `10_dog`."""
+    uncaptioned: str = ""
+    """Caption of clips that have none."""
     repeats: int = 1
     loss_weight: float = 1.0
     whole_captions: bool = False

@@ -71,6 +71,8 @@ def migrate(paths: Sequence[Path], recipe: Path, answers: Answers) -> Migration:
 def _commands(draft: Draft, recipe: Path) -> Iterator[str]:
     for each in draft.clips:
         source = printable(shlex.quote(each.source or "CLIPS"))
+        if each.uncaptioned:
+            source += f" --uncaptioned {printable(shlex.quote(each.uncaptioned))}"
         if each.is_kohya:
             yield f"longtake data index {source} --kohya --out catalogs"
         else:

@@ -45,6 +45,11 @@ def settle(draft: Draft, answers: Answers, name: str, files: str) -> str:
     set_defaults(draft)
     count_updates(draft)
     set_trainable(draft, family)
+    if draft.values.get("trainable.kind") != "full":
+        tool = "diffusers" if family in shared()["export"]["without_comfyui"] else "comfyui"
+        draft.set("checkpoint.export", tool, "export", title=draft.tool.title)
+        if (dtype := draft.facts.get("export_dtype")) is not None:
+            draft.set("checkpoint.export_dtype", dtype)
     set_batches(draft, answers)
     set_length(draft)
     set_noise(draft)
@@ -229,6 +234,8 @@ def set_trainable(draft: Draft, family: str) -> None:
         values["trainable.kind"] = "dora"
     if values["trainable.kind"] == "lokr" and "lokr_dim" in draft.facts:
         values["trainable.rank"] = draft.facts["lokr_dim"]
+    if values["trainable.kind"] == "lokr" and "lokr_factor" in draft.facts:
+        values["trainable.factor"] = draft.facts["lokr_factor"]
     quantize = quantized(draft, "model.quantize", "quantize_on")
     if "quantize_on" in draft.facts:
         draft.facts.setdefault("te_on", draft.facts["quantize_on"])
