@@ -162,7 +162,7 @@ def test_keys_of_captions_that_are_not_read_are_named(folder: Path) -> None:
 def test_a_list_of_texts_is_several_captions_of_a_clip(folder: Path) -> None:
     row = {"path": "a.mp4", "caption": ["one", " two "]}
     (folder / "t.jsonl").write_text(json.dumps(row))
-    (folder / "t.json").write_text(json.dumps([row]))
+    (folder / "t.json").write_text(json.dumps([{"path": "a.mp4", "cap": row["caption"]}]))
     pq.write_table(pa.table({name: [value] for name, value in row.items()}), folder / "t.parquet")
     for name in ("t.jsonl", "t.json", "t.parquet"):
         (item,) = find([folder / name]).items

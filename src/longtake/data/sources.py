@@ -343,7 +343,7 @@ def read_tar(
     """Return the videos and images in a tar, in its order.
 
     Members with the same key (the name up to the first dot of its last part) are one sample: its
-    videos and images are captioned by its .txt, or by `caption`, `text` or `prompt` of its .json.
+    videos and images are captioned by its .txt, or by `caption`, `text` ... of its .json.
     If no clip has a caption, `notes` gets a sentence about other texts in the .json files.
 
     Raises:

@@ -39,7 +39,7 @@ PATH_COLUMNS = (
     *("video", "image", "path", "file", _FILE_NAME),
     *("video_path", "image_path", "file_path"),
 )
-CAPTION_COLUMNS = ("caption", "text", "prompt")
+CAPTION_COLUMNS = ("caption", "text", "prompt", "cap")
 SPAN_COLUMNS = ("start", "end")
 MAX_ATTRIBUTES = 1000  # maximum number of scores in a catalog
 

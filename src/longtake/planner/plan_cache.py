@@ -48,18 +48,9 @@ change of another key would be accepted."""
 _OF_CLIPS_ONLY = tuple(
     f"data.{name}"
     for name in (
-        *(
-            "catalog",
-            "catalogs",
-            "weights",
-            "repeats",
-            "loss_weights",
-            "trigger",
-            "workers",
-            "store",
-        ),
+        *("catalog", "catalogs", "weights", "repeats", "trigger", "workers", "store", "hdr"),
         *("drift_limit", "on_drift", "on_change", "max_quarantined_clips", "retry_quarantined"),
-        *("sample_timeout_seconds", "sample_memory_gib", "frame_cache_gib"),
+        *("sample_timeout_seconds", "sample_memory_gib", "frame_cache_gib", "loss_weights"),
     )
 )
 """Further such keys, of the clips that are trained and of their reading. A plan reads no clip; but
