@@ -11,6 +11,7 @@ from tests.data.sounding import FPS, Samples, clip_of, noise, read_sound, write_
 
 from longtake.config import AUDIO, AudioFormat
 from longtake.data.audio import AudioWindow, read_audio
+from longtake.data.checks import silent_catalogs
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
 
@@ -151,3 +152,16 @@ def test_a_batch_has_the_sound_of_its_windows(tmp_path: Path) -> None:
         assert np.abs(of_sound[place, :2] - expected).max() < 1e-4
         assert of_sound[place, 2].all()
         assert not of_sound[1 - place].any()
+
+
+def test_a_catalog_without_sound_is_warned_of(tmp_path: Path) -> None:
+    shape = {"num_frames": 24, "height": 32, "width": 32}
+    warnings = []
+    for number, sound in enumerate((None, noise(2 * _RATE))):
+        write_clip(tmp_path / f"{number}.mp4", sound)
+        indexed(tmp_path / "c.parquet", tmp_path)
+        data = section(catalog=tmp_path / "c.parquet", buckets=[shape], keep_uncaptioned=True)
+        loader = Loader(data, batch_size=1)
+        warnings.append(list(silent_catalogs(loader.plan_history.plan)))
+    assert [len(each) for each in warnings] == [1, 0]
+    assert "none of 1 clips that were looked at has sound" in warnings[0][0]

@@ -22,10 +22,15 @@ from longtake.data.encode import Sound, write_video
 from longtake.data.loader import Loader
 from longtake.errors import RecipeError
 from longtake.evaluation.held_out import HeldOut
-from longtake.flow import solver
+from longtake.flow import path, solver
 from longtake.models.audio import Streams, log_mels
 from longtake.models.components import assemble, audio_wanted, outline
-from longtake.models.objective import FlowBatch, build_objective
+from longtake.models.objective import (
+    FlowBatch,
+    GuidedTarget,
+    build_objective,
+    training_losses,
+)
 from longtake.models.review import refuse_sharing
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
@@ -131,6 +136,28 @@ def test_silence_in_place_of_sound_has_no_loss(tiny: Tiny, catalog: Path, tmp_pa
     assert not loss_and_gradients(parts, one)[name].any()
 
 
+def test_a_guided_target_guides_the_audio_too(tiny: Tiny) -> None:
+    parts, batch = tiny.sampler.components, tiny.batch()
+    told = tiny.told(tiny.sampler, [""])
+    batch.no_caption.update({name: told[name] for name in told if name.endswith("_embeds")})
+    found = training_losses(GuidedTarget(2.0), parts, batch, "fp32", torch.device("cpu"))
+    audio, expected = batch.audio, torch.zeros(2)
+    clean, noise = (batch.latents, audio["latents"]), (batch.noise, audio["noise"])
+    noisy = map(path.interpolate, clean, noise, [batch.sigmas] * 2)
+    with torch.no_grad():
+        video, sound = noisy
+        own, plain = (
+            parts.predict_streams(video, sound, batch.sigmas, each.conditioning)
+            for each in (batch, batch.without_captions())
+        )
+    for part in range(2):
+        target = plain[part] + 2 * (noise[part] - clean[part] - plain[part])
+        errors = (own[part] - target).square()
+        weights = audio["weights"][..., None] if part else torch.ones(())
+        expected += (errors * weights).flatten(1).mean(1)
+    torch.testing.assert_close(found, expected)
+
+
 def test_only_the_video_learns_beside_sound_that_it_attends_to(tiny: Tiny) -> None:
     """All that is trained gets a gradient, and the audio's own weights are not trained."""
     recipe = tiny.recipe(model={"audio": "attend"}, trainable={"kind": "full"})
@@ -230,7 +257,7 @@ def _sizes(streams: Streams) -> list[tuple[int, ...]]:
         ({"data": {"fps": None}}, r"data\.fps is unset\. Set it, such as data\.fps = 24"),
         ({"codec": {"pretrained": None}}, "Audio needs the audio_vae of a release: name it in"),
         (
-            {"objective": {"kind": "guided_target", "options": {"scale": 2.0}}},
+            {"objective": {"kind": "prior_preservation", "options": {"catalogs": ["catalog"]}}},
             'has a loss of the video alone, and model.audio is "train". Set it to "attend"',
         ),
         ({"parallel": {"context": 2}}, "the family ltx2 cannot: with model.audio"),

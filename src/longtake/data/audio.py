@@ -22,6 +22,7 @@ from longtake.config import AudioFormat
 from longtake.data.clip import Clip, Media
 from longtake.data.decode import opened
 from longtake.data.window import Window
+from longtake.errors import ClipError
 
 _LEAD = Fraction(1)  # seconds decoded before a window: decoders and the resampler settle in less
 _TAIL = Fraction(1, 10)  # seconds decoded after it, which the resampler looks ahead
@@ -62,6 +63,13 @@ def audio_of(clip: Clip, window: Window, wanted: AudioFormat) -> AudioWindow:
         rate=wanted.rate,
         channels=wanted.channels,
     )
+
+
+def has_sound(media: Media) -> bool:
+    """Return true if a file has a track of sound; what cannot be opened has none."""
+    with suppress(ClipError), opened(media) as (container, _):
+        return bool(container.streams.audio)
+    return False
 
 
 def read_audio(wanted: AudioWindow) -> NDArray[np.float32]:

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from longtake.config import ConditioningSection, DataSection, Recipe
 from longtake.data import stores
+from longtake.data.audio import has_sound
 from longtake.data.buckets import shares_cut
 from longtake.data.catalog import CONDITIONING, Catalog
 from longtake.data.clip import Media
@@ -30,6 +31,7 @@ from longtake.data.training_captions import refuse_unset_trigger
 from longtake.errors import ClipError, DataError
 
 _LARGE_CROP = 0.5  # share of a picture that a crop removes
+_LOOKS = 16  # clips of a catalog whose files are opened
 _NUMBERS = ("num_frames", "width", "height", "fps", "duration_seconds")
 _MAX_FILES = 20_000  # upper limit of files whose existence is checked
 _MAX_PATHS = 2**20  # upper limit of paths to choose them from; larger catalogs are sampled first
@@ -212,6 +214,21 @@ def large_crops(plan: Plan) -> Iterator[str]:
                     f"{catalog.clip(int(rows[worst])).path} ({cut[worst]:.0%}); add a bucket of "
                     "their shape, or leave them out with data.max_crop"
                 )
+
+
+def silent_catalogs(plan: Plan) -> Iterator[str]:
+    """Yield a warning for each catalog whose files have no sound, by some clips on this machine."""
+    catalogs = {id(part.catalog): part for stream in plan.streams() for part in stream.parts}
+    for part in catalogs.values():
+        rows = part.members.all_rows()
+        some = (part.catalog.clip(int(row)) for row in rows[:: max(1, len(rows) // _LOOKS)])
+        clips = [clip for clip in some if clip.kind == "video" and not clip.media.is_remote]
+        if clips and not any(has_sound(clip.media) for clip in clips):
+            yield (
+                f"none of {len(clips)} clips that were looked at has sound, such as "
+                f"{clips[0].path}: no audio is learnt from silence; index files with sound, or set "
+                'model.audio = "off"'
+            )
 
 
 # --- Drift between stages -----------------------------------------------------------------------

@@ -119,6 +119,12 @@ class Passes:
         Raises:
             RecipeError: the recipe trains all weights, so no model without adapter is there.
         """
+        return self.predict_frozen_streams(batch, adapter=adapter)[0]
+
+    def predict_frozen_streams(
+        self, batch: FlowBatch, *, adapter: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        """Predict the velocities of video and audio without gradients; None without audio."""
         if self.num_trained:
             raise ModelError(
                 "An objective calls predict_frozen after predict, so that the backward pass would "
@@ -126,7 +132,7 @@ class Passes:
             )
         self.num_frozen += len(batch.sigmas)
         with torch.no_grad(), nullcontext() if adapter else trainable.without_adapter(self.model):
-            predicted, _ = self._velocities(batch)
+            predicted = self._velocities(batch)
         # FSDP2 would wait for a backward pass of this one.
         fsdp.free_gathered(self.model)
         return predicted
@@ -167,13 +173,16 @@ class Passes:
             target = path.velocity(batch.latents, batch.noise)
         return path.velocity_loss(predicted, target, weights)
 
-    def audio_losses(self, batch: FlowBatch, predicted: Tensor) -> Tensor:
+    def audio_losses(
+        self, batch: FlowBatch, predicted: Tensor, target: Tensor | None = None
+    ) -> Tensor:
         """Compute the loss [B] fp32 of the predicted velocity [B, L, D] of the audio.
 
         It is the mean over all positions of weight * (mean square at the position). Silence in
         place of sound that a clip lacks has the weight 0.
         """
-        target = path.velocity(batch.audio["latents"], batch.audio["noise"])
+        if target is None:
+            target = path.velocity(batch.audio["latents"], batch.audio["noise"])
         errors = (predicted.float() - target.float()).square().mean(dim=2)
         return (errors * batch.audio["weights"]).mean(dim=1)
 
@@ -239,6 +248,7 @@ class GuidedTarget(Objective):
     """
 
     uses_no_caption = True
+    trains_audio = True
 
     def __init__(self, scale: float) -> None:
         if scale < 1:
@@ -246,9 +256,15 @@ class GuidedTarget(Objective):
         self.scale = scale
 
     def losses(self, passes: Passes, batch: FlowBatch) -> Tensor:
-        plain = passes.predict_frozen(batch.without_captions())
+        plain, plain_audio = passes.predict_frozen_streams(batch.without_captions())
         target = torch.lerp(plain.float(), path.velocity(batch.latents, batch.noise), self.scale)
-        return passes.velocity_losses(batch, passes.predict(batch), target)
+        video, audio = passes.predict_streams(batch)
+        losses = passes.velocity_losses(batch, video, target)
+        if audio is None or plain_audio is None:
+            return losses
+        of_path = path.velocity(batch.audio["latents"], batch.audio["noise"])
+        target = torch.lerp(plain_audio.float(), of_path, self.scale)
+        return losses + passes.audio_losses(batch, audio, target)
 
 
 class PriorPreservation(Objective):

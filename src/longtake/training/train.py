@@ -17,7 +17,7 @@ from longtake import errors, heartbeat, process
 from longtake.checkpoint.files import DamagedCheckpointError
 from longtake.checkpoint.store import keep_saver
 from longtake.config import Recipe
-from longtake.data.checks import check_data, large_crops, review
+from longtake.data.checks import check_data, large_crops, review, silent_catalogs
 from longtake.data.ledger import Ledger, begin_launch, stream_names
 from longtake.data.loader import Loader
 from longtake.failures import LOG_VARIABLE
@@ -220,6 +220,8 @@ def _build(launch: _Launch, session: Session, point: ResumePoint, loader: Loader
     plan = plan_for_training(recipe, session.precision, session.run, world, free_bytes)
     heartbeat.set_phase("build")
     warnings += large_crops(loader.plan_history.plan)
+    if recipe.model.uses_audio and world.is_first:
+        warnings += silent_catalogs(loader.plan_history.plan)
     parts = _build_parts(launch, session, point, loader, plan, warnings)
     # A cache that others began, or a run, goes on with its own tiles.
     plan = replace(plan, encode_tile=kept_tile(recipe.codec, session.run.components_path))
