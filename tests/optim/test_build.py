@@ -166,6 +166,7 @@ def test_rules_set_the_learning_rates_of_weights_and_the_first_one_holds() -> No
     [
         ([{"layers": ["lasst"], "factor": 2.0}], r"rules\[0\]\.layers: lasst .*did you mean last"),
         ([{"layers": ["frozen"], "factor": 2.0}], r"rules\[0\]\.layers: frozen match no trained"),
+        ([{"layers": ["block.0.biass"], "factor": 2.0}], r"did you mean block\.\*\.bias"),
         (
             [{"layers": ["*"], "factor": 2.0}, {"layers": ["last"], "factor": 1.0}],
             r"rules\[1\].*earlier",

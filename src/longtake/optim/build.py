@@ -104,10 +104,12 @@ def rules_of_weights(model: nn.Module, section: OptimizerSection) -> dict[nn.Par
                 break
     for place, rule in enumerate(section.rules):
         if rule not in found.values():
+            wanted = rule.layers[0]
+            ends = {".".join(each.split(".")[-wanted.count(".") - 1 :]) for each in known}
             raise RecipeError(
                 f"optimizer.rules[{place}].layers: {', '.join(rule.layers)} match no trained "
                 "weight, or only such as an earlier rule matches; "
-                + did_you_mean(rule.layers[0], known)
+                + did_you_mean(wanted, known if "*" in wanted else ends)
             )
     return found
 
