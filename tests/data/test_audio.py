@@ -14,6 +14,7 @@ from longtake.data.audio import AudioWindow, read_audio
 from longtake.data.checks import silent_catalogs
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
+from longtake.errors import ClipError
 
 _RATE = 32000
 
@@ -165,3 +166,13 @@ def test_a_catalog_without_sound_is_warned_of(tmp_path: Path) -> None:
         warnings.append(list(silent_catalogs(loader.plan_history.plan)))
     assert [len(each) for each in warnings] == [1, 0]
     assert "none of 1 clips that were looked at has sound" in warnings[0][0]
+
+
+def test_a_file_of_sound_alone_is_refused_by_name(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        track = container.add_stream("aac", rate=_RATE)
+        frame = av.AudioFrame.from_ndarray(noise(_RATE), format="fltp", layout="stereo")
+        frame.sample_rate = _RATE
+        container.mux([*track.encode(frame), *track.encode(None)])
+    with pytest.raises(ClipError, match="sound alone, without a video stream"):
+        clip_of(tmp_path / "a.mp4")

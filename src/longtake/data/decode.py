@@ -176,6 +176,8 @@ def _video_stream(media: Media, container: InputContainer, index: int | None) ->
         if stream.index == index or (index is None and not is_cover):
             return stream
     wanted = "no video stream" if index is None else f"no video stream with index {index}"
+    if container.streams.audio and not container.streams.video:
+        wanted = "sound alone, without a video stream: such files cannot be trained on"
     raise ClipError(str(media), wanted)
 
 
