@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from longtake import config
 from longtake.config import ModuleSection, Recipe, TrainableSection
 from longtake.errors import RecipeError, RunError
-from longtake.evaluation.export import Format, export
+from longtake.evaluation.export import ExportChoice, Format, check_export, export
 from longtake.flow.shift import MuLine
 from longtake.models.added_module import added_modules
 from longtake.models.components import assemble
+from longtake.models.file_header import Words
 from longtake.models.trainable import lora_state, plain_copy
 from longtake.sampling.presets import Request, settings_for
 from longtake.sampling.sampler import Sampler, load_sampler
@@ -361,6 +362,13 @@ def test_what_a_format_cannot_hold_is_refused(
     with pytest.raises(RecipeError, match=message):
         export(replace(sampler, recipe=changed), tmp_path / "x.safetensors", wanted)
     assert not list(tmp_path.iterdir())
+
+
+def test_words_that_no_file_would_have_are_refused(tmp_path: Path) -> None:
+    recipe, choice = _sampler("wan").recipe, ExportChoice("diffusers", words=Words("A dog"))
+    with pytest.raises(RecipeError, match="leave them out for a pipeline of a whole model"):
+        check_export(recipe, tmp_path / "out", choice)
+    check_export(recipe, tmp_path / "out", choice._replace(is_pushed=True))  # the card has them
 
 
 def test_a_file_for_comfyui_is_named_like_one_and_overwrites_none(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import typer
 
 from longtake import progress
 from longtake.cli import say
+from longtake.formatting import plural
 
 if TYPE_CHECKING:
     from longtake.sampling.sampler import Sampler
@@ -67,6 +68,24 @@ _License = Annotated[
     str | None, typer.Option("--license", help="Licence that other tools show, such as apache-2.0.")
 ]
 
+_Push = Annotated[
+    str | None,
+    typer.Option(
+        metavar="REPO",
+        help="Send the export to this repository of the Hugging Face Hub, too, with a model card. "
+        "The token is that of `hf auth login`.",
+    ),
+]
+_Private = Annotated[
+    bool, typer.Option("--private/--public", help="With --push: who sees a new repository.")
+]
+_Update = Annotated[
+    bool, typer.Option(help="With --push: send to a repository that exists, and replace its files.")
+]
+_DryRun = Annotated[
+    bool, typer.Option(help="With --push: write the export, show what would be sent, send nothing.")
+]
+
 
 def load_sampler(path: Path, step: int | None, **options: Any) -> "Sampler":
     """Load a run's checkpoint for sampling; without a step, name newer ones that are damaged."""
@@ -100,6 +119,10 @@ def export(
     title: _Title = None,
     author: _Author = None,
     licence: _License = None,
+    push: _Push = None,
+    private: _Private = True,
+    update: _Update = False,
+    dry_run: _DryRun = False,
     trust: say.Trust = False,
     as_json: say.AsJson = False,
 ) -> None:
@@ -107,12 +130,18 @@ def export(
     with progress.phase_lines(say.console(), "importing PyTorch") as enter:
         from longtake.evaluation.export import ExportChoice, check_export
         from longtake.evaluation.export import export as write
+        from longtake.evaluation.push import check_push, collect, list_files, send
         from longtake.models.file_header import Words
         from longtake.sampling.checkpoints import find_run
 
         # Refused before the model is loaded, which can take minutes.
-        choice = ExportChoice(wanted, dtype, Words(title, author, licence), extract_lora, like)
+        words, is_pushed = Words(title, author, licence), push is not None
+        choice = ExportChoice(wanted, dtype, words, extract_lora, like, is_pushed)
         check_export(find_run(run).recipe(), out, choice)
+        if push is None and (dry_run or update or not private):
+            raise typer.BadParameter("--dry-run, --update and --public are for --push")
+        if push is not None and not dry_run:
+            check_push(push, update=update)
         enter("loading the model")
         sampler = load_sampler(
             run,
@@ -128,6 +157,15 @@ def export(
         )
         enter("writing the export")
         remarks = write(sampler, out, **choice._asdict())
+        if push is not None:
+            files = collect(sampler, out, choice, push)
+            if dry_run:
+                remarks += [f"Would be sent to {push}:", *list_files(files)]
+            else:
+                enter(f"sending {plural(len(files), 'file')} to {push}")
+                message = f"Step {sampler.step}"
+                url = send(push, files, message, private=private, update=update)
+                remarks.append(f"Sent {plural(len(files), 'file')}: {url}")
     if as_json:
         facts = {"step": sampler.step, "weights": sampler.weights, "format": wanted}
         say.result({**facts, "out": str(out), "remarks": remarks})

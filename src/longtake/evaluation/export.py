@@ -48,6 +48,8 @@ class ExportChoice(NamedTuple):
     like: Path | None = None
     """File whose layout a whole model gets for `comfyui`; None: `model.pretrained`, if that is one
     file."""
+    is_pushed: bool = False
+    """True if the export is sent with a model card, which has `words`, too."""
 
     @property
     def is_file(self) -> bool:
@@ -62,7 +64,8 @@ _LORA_FILES: Mapping[Expert, str] = {
 second one by `load_lora_weights(..., load_into_transformer_2=True)`."""
 
 
-def _header(sampler: Sampler, choice: ExportChoice) -> dict[str, str]:
+def header(sampler: Sampler, choice: ExportChoice) -> dict[str, str]:
+    """Return what the header of an exported file says of it."""
     facts = sampler.recipe, sampler.components.family, sampler.run, sampler.step
     return describe(*facts, choice.wanted, choice.words, choice.extract)
 
@@ -87,7 +90,7 @@ def _write_pipeline(sampler: Sampler, folder: Path, choice: ExportChoice) -> lis
         if not lora or any(".lokr_" in name for name in lora):
             continue
         # What another run has trained has other facts.
-        metadata = _header(sampler, choice) if each is parts.model else {}
+        metadata = header(sampler, choice) if each is parts.model else {}
         write_weights(lora, folder / _LORA_FILES[expert], metadata)
         if expert == "low":
             remarks.append(
@@ -104,7 +107,7 @@ def _write_adapter(sampler: Sampler, folder: Path, choice: ExportChoice) -> list
     weights, _ = lora_weights(model, sampler.components.family, "peft")
     config = adapter_config(model, sampler.recipe.model.pretrained)
     converted = in_dtype(weights, choice.dtype)
-    write_peft_folder(converted, config, folder, _header(sampler, choice))
+    write_peft_folder(converted, config, folder, header(sampler, choice))
     return _expert_alone(sampler)
 
 
@@ -132,7 +135,7 @@ def _write_comfyui_file(sampler: Sampler, path: Path, choice: ExportChoice) -> l
         is_fp8 = choice.dtype == "fp8_scaled"
         fp8 = in_scaled_fp8(whole, layout, model, parts.family) if is_fp8 else None
         weights = fp8 or in_dtype(whole, choice.dtype)
-    write_weights(weights, path, metadata | _header(sampler, choice))
+    write_weights(weights, path, metadata | header(sampler, choice))
     remarks = ["ComfyUI looks for it in models/loras."]
     if not lora:
         rest = "codec and text encoder are not in it."
@@ -154,7 +157,7 @@ def _write_extracted(sampler: Sampler, path: Path, choice: ExportChoice, rank: i
         layers = _known_to_comfyui(layers, family)
     lora = extract_lora(model, sampler.recipe.model, rank, layers)
     weights = in_dtype(lora_named(lora.weights, family, choice.wanted), choice.dtype)
-    header = _header(sampler, choice)
+    facts = header(sampler, choice)
     if choice.wanted == "peft":
         from peft import LoraConfig
 
@@ -162,9 +165,9 @@ def _write_extracted(sampler: Sampler, path: Path, choice: ExportChoice, rank: i
         pattern, base = "|".join(map(re.escape, lora.errors)), sampler.recipe.model.pretrained
         config = LoraConfig(r=rank, lora_alpha=rank, target_modules=pattern, inference_mode=True)
         config.base_model_name_or_path = base
-        write_peft_folder(weights, config, path, header)
+        write_peft_folder(weights, config, path, facts)
     else:
-        write_weights(weights, path, header)
+        write_weights(weights, path, facts)
     kinds = dict[str, list[str]]()  # from the least to the largest
     for name, error in sorted(lora.errors.items(), key=lambda each: each[1]):
         kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), []).append(f"{error:.2%}")
@@ -246,7 +249,7 @@ def check_export(recipe: Recipe, out: Path, choice: ExportChoice) -> None:
         RecipeError: the format cannot hold what the run trained.
         RunError: something is at `out` already, or its name does not fit.
     """
-    wanted, dtype, _, extract, like = choice
+    wanted, dtype, words, extract, like, is_pushed = choice
     if choice.is_file:
         if out.suffix != _SUFFIX:
             raise errors.RunError(
@@ -257,10 +260,11 @@ def check_export(recipe: Recipe, out: Path, choice: ExportChoice) -> None:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise errors.RunError(f"--out {out} holds something already. Name a new folder.")
     base = recipe.trainable.base()
-    if choice.words != Words() and wanted == "diffusers" and base != "lora" and extract is None:
+    is_said = is_pushed or choice.is_file or base == "lora"
+    if words != Words() and not is_said:
         raise errors.RecipeError(
             "--title, --author and --license stand in the header of one file with LoRA or a whole "
-            "model, and a pipeline of a whole model has none. Leave them out."
+            "model, or in a model card (--push): leave them out for a pipeline of a whole model."
         )
     if wanted == "diffusers" and dtype is not None and extract is None:
         raise errors.RecipeError(
