@@ -214,8 +214,7 @@ class Flux3(diffusers_family.DiffusersFamily):
 
     def fitted_config(self, channels: int, text: TextEncoder) -> dict[str, int]:
         width = self.text.layers * self.single_embed_dim(text)
-        sizes = {"in_channels": channels, "cond_in_channels": channels}
-        return sizes | {"joint_attention_dim": width}
+        return {"in_channels": channels, "cond_in_channels": channels, "joint_attention_dim": width}
 
     def check_config(self, config: Any) -> None:
         axes, head = list(config.axes_dims_rope), config.attention_head_dim
@@ -263,9 +262,10 @@ class Flux3(diffusers_family.DiffusersFamily):
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         if "blocks." not in name:
+            advice = "Train LoRA in these" if is_lora else "Name a file of this model by --like"
             raise RecipeError(
                 f"ComfyUI's name of {self.label}'s {name} is not known; those of layers in blocks "
-                "are. Train LoRA there, or export with --format diffusers."
+                f"are. {advice}, or export with --format diffusers."
             )
         original = f"{name}."
         for own, others in _ORIGINAL.items():
