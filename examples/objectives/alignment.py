@@ -24,7 +24,6 @@ and those of a run are averaged. With as many features as tokens each token has 
 
 from collections.abc import Sequence
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -63,8 +62,8 @@ class Projector(nn.Module):
         """Run the block, and keep what its tokens are projected to until the loss takes it."""
         after = call(inputs)
         projected = self.layers(after.tokens[:, self.first_token :])
-        # Not when the block is computed again in the backward pass, nor in a pass for samples.
-        if torch.is_grad_enabled() and not in_backward():
+        # Not when the block is computed again in the backward pass, nor for samples.
+        if self.training and not in_backward():
             self.projected = [projected]
         return after
 

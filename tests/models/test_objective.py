@@ -158,6 +158,30 @@ def test_tokens_are_aligned_with_features(
     _assert_alike(parts, build_objective(recipe), batch, losses + 0.5 * (1 - cosine.mean(dim=1)))
 
 
+def test_one_long_step_ends_where_two_short_ones_of_the_release_do(
+    parts_of: Callable[..., tuple[Recipe, Components]],
+) -> None:
+    """Two steps of a shift of 3 begin at 1 and at 0.75; sigmas of 0.3 and 0.8 choose them."""
+    base = parts_of()[1]
+    options = "{steps=2, shift=3.0, guidance=2.0, substeps=2}"
+    kind = "examples.objectives.few_steps:FewSteps"
+    recipe, parts = parts_of(*_LORA, f"objective={{kind='{kind}', options={options}}}")
+    batch, empty = _batch(parts, recipe), parts.text.encode(["", ""])
+    steps = [(0.75, 0.375, 0.0), (1.0, 0.875, 0.75)]
+    wide = torch.tensor(steps)[:, :, None, None, None, None]
+    begun = (1 - wide[:, 0]) * batch.latents + wide[:, 0] * batch.noise
+    reached = begun
+    for number in range(2):
+        sigmas = torch.tensor(steps)[:, number]
+        told = base.predict_velocity(reached, sigmas, batch.conditioning)
+        plain = base.predict_velocity(reached, sigmas, {**batch.conditioning, **empty})
+        velocity = plain + 2.0 * (told - plain)
+        reached = (reached - (wide[:, number] - wide[:, number + 1]) * velocity).detach()
+    target = (begun - reached) / (wide[:, 0] - wide[:, 2])
+    predicted = parts.predict_velocity(begun, torch.tensor(steps)[:, 0], batch.conditioning)
+    _assert_alike(parts, build_objective(recipe), batch, _error(predicted, target))
+
+
 def test_the_clips_of_a_catalog_keep_the_prediction_that_training_began_with(
     parts_of: Callable[..., tuple[Recipe, Components]],
 ) -> None:

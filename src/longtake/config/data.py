@@ -18,7 +18,7 @@ from longtake.config.values import (
     Shift,
 )
 
-_MAX_NUMBERS = 2**16  # most numbers of a clip or a frame
+_MAX_NUMBERS = 2**22
 _Frames = Annotated[int, Field(gt=0, le=MAX_SIDE)]
 _Aspect = Annotated[float, Field(ge=0.05, le=20)]
 STEM = "{stem}"

@@ -499,7 +499,7 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
 def plain_masks(plan: Plan, data: DataSection) -> Iterator[str]:
     """Yield warnings about masks that are white or black everywhere, after reading some."""
     for name, section in data.conditioning.items():
-        if section.kind != "mask":
+        if section.kind != "mask" or section.is_of_clip:
             continue
         files = [each for each in _planned_files(plan, section) if "://" not in each[0]]
         files = _some_of(files, _MASKS_READ)
