@@ -81,6 +81,18 @@ def _fast_start(step: StepStatistics) -> StepStatistics:
     return replace(step, weight_norm=norm * (1 + 1e-4 * (step.step % 7)))
 
 
+def _solved(step: StepStatistics) -> StepStatistics:
+    """Preferences that are learnt in 60 steps: gradients vanish, and one batch makes updates grow.
+
+    After Diffusion-DPO of the demo's clips (benchmarks/objectives.py).
+    """
+    left = max(1e-5, math.exp(-step.step / 5))
+    size = 2e-5 * max(0.01, math.exp(-max(0, step.step - 40) / 15))
+    grown = 8 * math.exp((220 - step.step) / 20) if step.step >= 220 else 0.0
+    solved = _updates(louder(step, left), size * (1 + grown), 1.0)
+    return replace(solved, grad_norm=left * step.grad_norm)
+
+
 def _restarting(step: StepStatistics, cycle: int) -> StepStatistics:
     """The rate is full again at `_AT`, and a model that had come to rest has larger gradients."""
     rate = 0.5 * (1 + math.cos(math.pi * (step.step % cycle) / cycle))
@@ -114,6 +126,7 @@ _WITHOUT_VERDICT: dict[str, tuple[int, Callable[[StepStatistics], StepStatistics
         1200, lambda s: replace(s, weight_norm=s.weight_norm + 1.0 * (s.step >= 777))
     ),
     "a short bad stretch": (900, lambda s: louder(s, 1.8) if _AT <= s.step < _AT + 6 else s),
+    "an objective that is solved": (300, _solved),
     "a restart of the rate": (700, lambda s: _restarting(s, 600)),
     # It raises the updates a hundredfold, as it is meant to.
     "a long warm-up": (1000, lambda s: _updates(s, 2e-5 * s.step / 1000, s.step / 1000)),

@@ -21,11 +21,16 @@ from longtake.guard.history import (
     StepRows,
     StepStatistics,
     StepWindow,
-    block_medians,
     median,
     medians,
     noise,
     spread,
+)
+from longtake.guard.update_growth import (
+    MIN_USUAL_UPDATES,
+    MOST_TIMES_A_LOWER_RATE,
+    NUM_NEWEST_UPDATES,
+    update_growth,
 )
 
 VerdictKind = Literal["ok", "skip", "roll_back", "stop"]
@@ -195,8 +200,8 @@ def _usual_change(rows: StepRows, span: int, least: int, most: int) -> float | N
 def _growth_within_limits(rows: StepRows, span: int) -> float:
     """Return the growth factor of the last `span` updates, from 1 to `_JUMP_UPDATE_GROWTH`."""
     sizes = np.linalg.norm(rows.select(rows.have_update).updates, axis=1)
-    recent, past = sizes[-span:], sizes[:-span][-_NUM_NEWEST_UPDATES:]
-    if len(past) < _MIN_USUAL_UPDATES:
+    recent, past = sizes[-span:], sizes[:-span][-NUM_NEWEST_UPDATES:]
+    if len(past) < MIN_USUAL_UPDATES:
         return 1.0
     mean_square = float(np.square(recent / median(past)).mean())
     return min(_JUMP_UPDATE_GROWTH, max(1.0, math.sqrt(mean_square)))
@@ -212,7 +217,7 @@ def _weight_norm_verdict(
         f"{span} step{'s' * (span > 1)}, in which it usually changes by {usual:+.2g}"
     )
     reason: VerdictReason = "weight_step"
-    growth = _update_growth(window, span, _JUMP_UPDATE_GROWTH) if window.is_warm else None
+    growth = update_growth(window, span, _JUMP_UPDATE_GROWTH) if window.is_warm else None
     # A learning rate that is too high moves the weights at any step, so that a jump with grown
     # updates is attributed to an edge only if it happened exactly there.
     first = began + 1
@@ -311,82 +316,6 @@ def _excess_at_edges(
     return excess if is_found else np.zeros(len(excess)), usual
 
 
-# --- Growth of updates ----------------------------------------------------------------------------
-# A wrong learning rate shows here first. Norms are measured by group and divided by the rate that
-# the optimizer used, including its own estimate, so that updates keep their size. Relative to the
-# weights they would shrink as weights grow.
-
-_MIN_SLOW = 32
-"""Number of recent updates whose growth must exceed the size of every earlier block of updates."""
-_MIN_USUAL_UPDATES = 16
-"""Least number of earlier updates that define the usual size of an update."""
-_NUM_NEWEST_UPDATES = 64
-"""Number of newest updates that define the usual size. Adam's may shrink to a fifth in the first
-hundreds of steps."""
-_MOST_TIMES_A_LOWER_RATE, _MOST_TIMES_A_HIGHER_RATE = 2.0, 5.0
-"""Factors below and above the present learning rate within which updates are compared. If the noise
-of gradients, not the rate, limits an optimizer's updates, they keep their size while the rate
-falls fiftyfold."""
-_MAX_USUAL_UPDATES = 128
-"""Most earlier updates that are sampled for the usual size: as good as all, and faster to sort."""
-
-
-@dataclass(frozen=True)
-class _UpdateGrowth:
-    """Growth of the optimizer's updates of one group of weights, compared with the usual size."""
-
-    group: str
-    recent: float  # median norm of the recent updates
-    usual: float  # lower of the medians of the newest updates before them, and of all
-    began: int  # last step with an update of usual size
-
-    def __str__(self) -> str:
-        return (
-            f"The updates of the {self.group} weights are {self.recent / self.usual:.3g} times as "
-            f"large as usual: norm {self.recent:.3g} instead of {self.usual:.3g}, after dividing "
-            "by the learning rate of each."
-        )
-
-
-def _update_growth(
-    window: StepWindow, num_recent: int, least_factor: float
-) -> _UpdateGrowth | None:
-    """Return the weight group whose updates grew most; None if by at most `least_factor`."""
-    rows = window.same_stage.append(window.row)
-    rows = rows.select(rows.have_update)
-    if len(rows) <= num_recent:
-        return None
-    # An optimizer whose estimate of the rate grows takes larger steps for a while at each rate.
-    rates = rows.column("rate")
-    rate = median(rates[-num_recent:])
-    is_like = rates >= rate / _MOST_TIMES_A_LOWER_RATE
-    is_like &= rates <= rate * _MOST_TIMES_A_HIGHER_RATE
-    rows = rows.select(is_like)
-    num_past = len(rows) - num_recent
-    if num_past < _MIN_USUAL_UPDATES:
-        return None
-    updates = rows.updates
-    recent, past = medians(updates[num_past:]), updates[:num_past]
-    newest = medians(past[-_NUM_NEWEST_UPDATES:])
-    of_all = medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)])
-    lowest = np.minimum(newest, of_all)
-    if (recent <= least_factor * lowest).all():  # a quick way to the same answer
-        return None
-    # Large gradients shrink Adam's updates for a thousand steps, in which they slowly grow again.
-    is_largest = recent > block_medians(past).max(axis=0)
-    back = newest if num_recent < _MIN_SLOW else np.inf
-    usual = np.where(is_largest, lowest, back)
-    factors = recent / np.where(usual > 0, usual, np.inf)
-    group = int(factors.argmax())
-    if factors[group] <= least_factor:
-        return None
-    # The geometric mean, as sizes are compared by factors; the product itself could overflow.
-    halfway = math.sqrt(recent[group]) * math.sqrt(usual[group])
-    normal = np.flatnonzero(updates[:, group] <= halfway)
-    began = int(rows.column("step")[normal[-1]])
-    return _UpdateGrowth(GROUPS[group], float(recent[group]), float(usual[group]), began)
-
-
 # --- Slow divergence ------------------------------------------------------------------------------
 
 _UPDATE_GROWTH = ((8, 4.0), (32, 3.0))
@@ -421,7 +350,7 @@ def detect_divergence(window: StepWindow) -> GuardVerdict | None:
     if not window.is_warm:
         return None
     for num_recent, factor in _UPDATE_GROWTH:
-        if (growth := _update_growth(window, num_recent, factor)) is not None:
+        if (growth := update_growth(window, num_recent, factor)) is not None:
             return GuardVerdict("roll_back", "divergence", str(growth), growth.began)
     return _level_verdict(window)
 
@@ -451,7 +380,7 @@ def _level_verdict(window: StepWindow) -> GuardVerdict | None:
 def _without_annealed(rows: StepRows) -> StepRows:
     """Leave out steps at a low learning rate before a restart of the schedule raised the loss."""
     rates, restarts = rows.column("rate"), rows.column("restarts")
-    is_low = rates < median(rates[-_RECENT_STEPS:]) / _MOST_TIMES_A_LOWER_RATE
+    is_low = rates < median(rates[-_RECENT_STEPS:]) / MOST_TIMES_A_LOWER_RATE
     return rows.select(~(is_low & (restarts < restarts[-1])))
 
 
@@ -583,7 +512,7 @@ def detect_spike(window: StepWindow) -> GuardVerdict | None:
     since_restart = newest.select(newest.column("restarts") == now.num_restarts)
     is_settled = len(since_restart) >= _MIN_SAME_SHAPE
     if is_settled:  # otherwise also rows before: those have the low rates at the end of a cycle
-        rate = float(window.row.column("rate")[0]) / _MOST_TIMES_A_LOWER_RATE
+        rate = float(window.row.column("rate")[0]) / MOST_TIMES_A_LOWER_RATE
         rates = since_restart.column("rate")
         newest = since_restart.select((rates >= rate) | (rates == 0))
     have_dropped = newest.column("dropped_samples") > 0
