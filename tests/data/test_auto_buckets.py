@@ -111,6 +111,7 @@ def test_buckets_are_chosen_from_the_catalog_that_is_shown(tmp_path: Path) -> No
 
 
 _WAN = Bucket(num_frames=81, height=480, width=832)
+_H3 = Bucket(num_frames=124, height=480, width=832)
 _PIXELS = Bucket(num_frames=8, height=32, width=32)
 
 
@@ -131,6 +132,8 @@ def test_a_glance_takes_the_duration_of_the_file_where_its_video_has_none(tmp_pa
         ([1] * 5 + [200] * 5, 16 / 9, _WAN, [(1, 480, 832)]),
         ([5] * 10, 1.0, _PIXELS, [(4, 32, 32)]),
         ([3] * 10, 16 / 9, _WAN, []),
+        ([100] * 10, 16 / 9, _H3, [(90, 480, 832)]),
+        ([21] * 10, 16 / 9, _H3, []),
     ],
 )
 def test_buckets_are_proposed_for_clips_that_would_be_lost(

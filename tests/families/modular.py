@@ -17,7 +17,7 @@ def save(folder: Path, pipeline_class: Any, **components: Any) -> None:
         pipeline.save_pretrained(str(folder), overwrite_modular_index=True)
 
 
-def load(folder: Path, without: Collection[str] = (), **components: Any) -> Any:
+def load(folder: Path, without: Collection[str] = (), workflow: str = "", **components: Any) -> Any:
     """Load a folder's pipeline without blocks of these names; a call returns latents, in a tuple.
 
     `components` are not loaded from the folder.
@@ -26,7 +26,9 @@ def load(folder: Path, without: Collection[str] = (), **components: Any) -> Any:
         named = diffusers.ModularPipeline.load_config(str(folder))["_class_name"]
         found = getattr(diffusers, named)
         blocks = getattr(diffusers, found.default_blocks_name)()
-        for name in without:
+        if workflow:
+            blocks = blocks.get_workflow(workflow)
+        for name in [name for name in blocks.sub_blocks if name.startswith(tuple(without))]:
             blocks.sub_blocks.pop(name)
         own = type(named, (_Called, found), {})
         pipeline = own(blocks=blocks, pretrained_model_name_or_path=str(folder))

@@ -25,6 +25,7 @@ _RELEASES = {
     "LTX-2, first frame": "Lightricks/LTX-2",
     "LTX-2.3": "diffusers/LTX-2.3-Diffusers",
     "LTX-2.3 with sound": "diffusers/LTX-2.3-Diffusers",
+    "MiniMax H3": "MiniMaxAI/MiniMax-H3",
     "FLUX.1": "black-forest-labs/FLUX.1-dev",
     "FLUX.1 Kontext": "black-forest-labs/FLUX.1-Kontext-dev",
     "FLUX.2 dev": "black-forest-labs/FLUX.2-dev",

@@ -20,6 +20,7 @@ _HUNYUAN = {"_class_name": "HunyuanVideo15Transformer3DModel"}
 _LTX = {"_class_name": "LTX2VideoTransformer3DModel"}
 _QWEN21 = {"_class_name": "QwenImage21Transformer2DModel"}
 _KREA = {"_class_name": "Krea2Transformer2DModel"}
+_H3 = {"_class_name": "MiniMaxH3Transformer3DModel"}
 _FLUX3 = {"_class_name": "Flux3Transformer2DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
@@ -69,6 +70,7 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("Krea2Pipeline", _KREA, {"is_distilled": False}, "krea2", "Krea 2"),
     ("Flux3ModularPipeline", _FLUX3, {"_blocks_class_name": "Flux3AutoBlocks"}, "flux3", "FLUX.3"),
     (None, _FLUX3, {}, "flux3", "FLUX.3"),
+    ("MiniMaxH3ModularPipeline", _H3, {}, "minimax_h3", "MiniMax H3, from text"),
 ]
 
 
@@ -106,7 +108,6 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
         ("Flux3DistilledModularPipeline", _FLUX3, {}, r"a FLUX\.3 distilled to a flow map"),
         (None, _FLUX3 | {"flow_map": True}, {}, r"a FLUX\.3 distilled .*flux-3-image-klein-base"),
         ("Flux2KleinKVPipeline", {"_class_name": "Flux2Transformer2DModel"}, {}, "FLUX.2 klein KV"),
-        ("MiniMaxH3ModularPipeline", {}, {}, "MiniMax H3"),
         ("QwenImageLayeredPipeline", _QWEN, {}, "Qwen-Image-Layered"),
         (
             "QwenImage21Pipeline",

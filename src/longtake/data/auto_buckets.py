@@ -140,7 +140,7 @@ def propose_buckets(
     """Return the recipe's buckets (clip shapes), and more if many clips fit none of them.
 
     A shape is turned for clips that lie the other way. It is shortened for clips that are too
-    short, to the most frames that keep nine of ten of them, 8 n + 1 or 4 n + 1 like the given ones.
+    short, to the most frames (`most_frames`) that keep nine of ten of them.
 
     Args:
         frames: [N] number of frames of each clip, at the rate at which they are trained.
@@ -162,7 +162,7 @@ def propose_buckets(
     lost = np.sort(frames[(frames > 1) & ((frames - 1) // stride + 1 < shortest)])
     if len(lost) > _MOST_LOST * len(frames):
         enough = (int(lost[len(lost) // 10]) - 1) // stride + 1
-        counts.append(_most_frames(shortest, enough))
+        counts.append(most_frames(shortest, enough))
     stills = np.count_nonzero(frames == 1)
     if stills > _MOST_LOST * len(frames) and all(shape.num_frames > 1 for shape in shapes):
         counts.append(1)
@@ -172,14 +172,16 @@ def propose_buckets(
     return tuple(found)
 
 
-def _most_frames(longest: int, enough: int) -> int | None:
+def most_frames(longest: int, enough: int) -> int | None:
     """Return the largest usual number of frames of a clip up to `enough`; None if there is none.
 
-    Usual are 8 n + 1 or 4 n + 1 if `longest` has this form, else `longest` halved until it fits.
+    Usual are 8 n + 1, 4 n + 1 or 17 n + 5 if `longest` has this form, else `longest` halved until
+    it fits.
     """
-    for step in (8, 4):
-        if (longest - 1) % step == 0:
-            return (enough - 1) // step * step + 1 if enough > step else None
+    for step, rest in ((8, 1), (4, 1), (17, 5)):
+        if longest % step == rest:
+            found = (enough - rest) // step * step + rest
+            return found if found > step else None
     while longest > enough and longest % 2 == 0:
         longest //= 2
     return longest if 1 < longest <= enough else None

@@ -5,6 +5,7 @@ Audio latents are [B, L, D]: L positions in time, D numbers at each.
 
 import importlib
 import math
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -91,6 +92,37 @@ class LTX2AudioCodec(AudioCodec):
         return sound.float()
 
 
+class MiniMaxH3AudioCodec(AudioCodec):
+    """Codec of MiniMax H3: an `AutoencoderKLMiniMaxH3Audio`, which takes one channel at a time.
+
+    Of a position in time the latents of the left channel come before those of the right.
+    """
+
+    def __init__(self, autoencoder: Any) -> None:
+        super().__init__(autoencoder)
+        config = autoencoder.config
+        self.rate = self.output_rate = config["sampling_rate"]
+        self.dim = self.channels * config["latent_channels"]
+        self._statistics = torch.tensor([config["latents_mean"], config["latents_std"]])
+
+    def num_latents(self, seconds: float) -> int:
+        return round(seconds * (self.rate // self.parts[0].hop_length))
+
+    @torch.no_grad()
+    def encode(self, sound: Tensor) -> Tensor:
+        mode = self.parts[0].encode(sound.flatten(0, 1)[:, None]).latent_dist.mode().float()
+        mean, deviation = self._statistics[:, :, None].to(mode)
+        latents: Tensor = (mode - mean) / deviation
+        return latents.reshape(len(sound), self.dim, -1).mT
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        mean, deviation = self._statistics[:, :, None].to(latents)
+        raw = latents.mT.reshape(-1, self.dim // self.channels, latents.shape[1])
+        sound: Tensor = self.parts[0].decode(raw * deviation + mean).sample
+        return sound.float().reshape(len(latents), self.channels, -1)
+
+
 def log_mels(sound: Tensor, rate: int, hop: int, num_bins: int) -> Tensor:
     """Return the log-mel spectrogram [B, C, T, bins] of sound [B, C, N], T = 1 + N // hop."""
     sound = F.pad(sound, (0, max(0, _FFT - sound.shape[2])))  # fewer could not be reflected
@@ -120,7 +152,10 @@ def mel_filters(rate: int, num_bins: int) -> Tensor:
     return (torch.minimum(rising, falling).clamp(min=0) * 2 / (high - low)).float()
 
 
-_AUDIO_CODECS: dict[str, type[AudioCodec]] = {"AutoencoderKLLTX2Audio": LTX2AudioCodec}
+_AUDIO_CODECS: dict[str, type[AudioCodec]] = {
+    "AutoencoderKLLTX2Audio": LTX2AudioCodec,
+    "AutoencoderKLMiniMaxH3Audio": MiniMaxH3AudioCodec,
+}
 """Audio codecs by the class of their autoencoder, the first of `PipelinePart.audio`."""
 
 
@@ -143,7 +178,9 @@ def build_audio_codec(
     for part in found:
         part_class = getattr(importlib.import_module(part.module), part.class_name)
         load = deferred_init.on_meta if outlined else pretrained.load_pretrained
-        modules.append(load(part_class, where, part.folder))
+        with warnings.catch_warnings():  # diffusers' own use of torch's older weight_norm
+            warnings.filterwarnings("ignore", ".*weight_norm.* is deprecated", FutureWarning)
+            modules.append(load(part_class, where, part.folder))
         numerics.keep_weights_in(modules[-1], torch.float32)
     return _AUDIO_CODECS[found[0].class_name](*modules)
 

@@ -38,6 +38,7 @@ FAMILIES = {
     "hunyuan_video15": "longtake.models.hunyuan_video15:HunyuanVideo15",
     "krea2": "longtake.models.krea2:Krea2",
     "ltx2": "longtake.models.ltx2:LTX2",
+    "minimax_h3": "longtake.models.minimax_h3:MiniMaxH3",
     "qwen_image": "longtake.models.qwen_image:QwenImage",
     "qwen_image21": "longtake.models.qwen_image21:QwenImage21",
     "qwen_image_edit": "longtake.models.qwen_image_edit:QwenImageEdit",
@@ -99,8 +100,9 @@ class BlockInputs:
     temb: Tensor | None
     """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Krea 2 [B, 1, 6 D], in Qwen-Image 2.1
     [B + 1, 4 D] with that of the text last, in Qwen-Image-Edit-2511 [2 B, D] with that of the
-    references last; in FLUX.3 a modulation [B, 1, 3 D], or one for each token; None for blocks
-    without it, such as Z-Image's `context_refiner`."""
+    references last; in FLUX.3 a modulation [B, 1, 3 D], or one for each token; in MiniMax H3
+    [B, 2, D'] of video and audio; None for blocks without it, such as Z-Image's
+    `context_refiner`."""
     rope: Any
     """Tables of rotary position embeddings: (cosines, sines), in FLUX.3 perhaps with a mask of keys
     as a third, in Qwen-Image complex rotations of (images, text); None for models without them."""
@@ -172,6 +174,8 @@ class InputContract:
     """True if the frames per second of a clip are an input of the model (`fps`)."""
     has_audio: bool = False
     """True if the model also makes audio; a recipe must then set `model.audio`."""
+    fps: float | None = None
+    """Frames per second of all videos that the model makes; None: it has no rate of its own."""
     version: int = 1
     """Version of `encode` in the keys of a latent cache; raise it when `encode` returns other
     values."""

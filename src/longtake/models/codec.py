@@ -27,6 +27,8 @@ after its first frame. They drop a shorter rest silently, whatever their compres
 _FOLDER = "vae"  # of the autoencoder in a pipeline
 _TILE = "encode_tile.json"  # pixels of the tiles that a run chose, among its frozen parts
 _IMAGE_TILE = 512  # pixels; diffusers' default is the size of training images, such as 1024
+_IMAGENET = torch.tensor([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]]).view(2, 1, 3, 1, 1, 1)
+"""Means and standard deviations [1, 3, 1, 1, 1] of the channels of pixels in [0, 1]."""
 
 
 class Codec(Protocol):
@@ -38,8 +40,11 @@ class Codec(Protocol):
     channels: int
     """Number of latent channels C."""
 
+    shortest: int
+    """Least number of frames of a clip."""
+
     chunk: int
-    """Step of the clips' frame numbers: 1 + n * `chunk` frames; 1 allows any number."""
+    """Step of the clips' frame numbers: `shortest` + n * `chunk` frames."""
 
     encode_tile: int
     """Pixels of the tiles in which clips are encoded; 0: as a whole."""
@@ -88,7 +93,7 @@ class PixelCodec:
     """Codec whose latents are the pixels themselves, scaled to [-1, 1]."""
 
     channels = 3
-    chunk = 1
+    shortest = chunk = 1
     encode_tile = 0
     can_tile = False
     audio: AudioCodec | None = None
@@ -116,6 +121,7 @@ class _Autoencoder:
     """Base class of codecs that wrap a frozen autoencoder of diffusers."""
 
     audio: AudioCodec | None = None
+    shortest = 1
 
     def __init__(self, autoencoder: nn.Module, is_pretrained: bool = False) -> None:
         self.autoencoder = autoencoder.eval().requires_grad_(False)
@@ -228,10 +234,11 @@ class AutoencoderCodec(_Autoencoder):
     def latent_shape(self, bucket: Bucket, patch: Sequence[int] = NO_PATCH) -> tuple[int, int, int]:
         """Return the latents' shape (F', H', W'), with F' = (F - 1) / temporal + 1 (causal)."""
         # Candidates go one patch beyond the bucket, so that the error can name the nearest fit.
-        known = range(1, bucket.num_frames + self.chunk * (patch[0] + 1), self.chunk)
+        end, rest = bucket.num_frames + self.chunk * (patch[0] + 1), self.shortest % self.chunk
+        known = range(self.shortest, end, self.chunk)
         whole = [number for number in known if self._latent_frames(number) % patch[0] == 0]
         num_frames = min(whole or known, key=lambda number: abs(number - bucket.num_frames))
-        of_frames = f" and {self.chunk} n + 1 frames" if self.chunk > 1 else ""
+        of_frames = f" and {self.chunk} n + {rest} frames" if self.chunk > 1 else ""
         _refuse_odd(bucket, num_frames, self._spatial, patch, of_frames)
         frames = self._latent_frames(bucket.num_frames)
         return frames, bucket.height // self._spatial, bucket.width // self._spatial
@@ -357,6 +364,48 @@ class RgbaCodec(AutoencoderCodec):
         return _by_clip(shown, len(latents))
 
 
+class MiniMaxH3Codec(AutoencoderCodec):
+    """Codec with a frozen `AutoencoderKLMiniMaxH3`: 17 n + 5 frames become 5 n + 2 latent frames.
+
+    Pixels have ImageNet's statistics; latents are (mode - latents_mean) / latents_std per channel.
+    The autoencoder has tiles of its own, as released: without them its results are others.
+    """
+
+    def __init__(self, autoencoder: Any, is_pretrained: bool = False) -> None:
+        # Past AutoencoderCodec's constructor, which reads config keys that only Wan's class has.
+        _Autoencoder.__init__(self, autoencoder, is_pretrained)
+        config, number = autoencoder.config, "latent_channels"
+        self.channels, self.chunk = config[number], config["clip_length"]
+        self._mean, self._std = (
+            _per_channel(config, f"latents_{n}", number) for n in ("mean", "std")
+        )
+        self._spatial = autoencoder.spatial_compression_ratio
+        # Frames are encoded in chunks, the last of which is filled up; latents of it are dropped.
+        # What is encoded of one chunk alone cannot be decoded.
+        self._of_chunk = autoencoder.tokens_chunk_size
+        self.shortest = self.chunk + self._of_chunk
+        self._dropped = config["token_drop"]
+
+    @staticmethod
+    def complete_config(
+        known: Mapping[str, Any], config: dict[str, Any], name: str
+    ) -> dict[str, Any]:
+        channels = {**known, **config}["latent_channels"]
+        return {"latents_mean": [0.0] * channels, "latents_std": [1.0] * channels} | config
+
+    def _latent_frames(self, num_frames: int) -> int:
+        return -(-num_frames // self.chunk) * self._of_chunk - self._dropped
+
+    def encode(self, videos: Tensor) -> Tensor:
+        mean, deviation = _IMAGENET.to(videos.device)
+        return super().encode(((_to_unit_range(videos) + 1) / 2 - mean) / deviation)
+
+    def _decoded(self, raw: Tensor, *, tiles: bool) -> Tensor:
+        autoencoder: Any = self.autoencoder
+        mean, deviation = _IMAGENET.to(raw.device)
+        return _to_uint8((autoencoder.decode(raw).sample.float() * deviation + mean) * 2 - 1)
+
+
 class ImageCodec(_Autoencoder):
     """Codec that encodes frames one by one by a frozen `AutoencoderKL`, such as FLUX.1's.
 
@@ -471,6 +520,7 @@ _CODECS: dict[str, Any] = {
     "AutoencoderKL": ImageCodec,
     "AutoencoderKLFlux2": PatchedImageCodec,
     "AutoencoderKLLTX2Video": LTX2Codec,
+    "AutoencoderKLMiniMaxH3": MiniMaxH3Codec,
     "AutoencoderKLQwenImage21": RgbaCodec,
     "AutoencoderKLHunyuanVideo15": ScaledVideoCodec,
 }
@@ -568,13 +618,16 @@ def keep_tile(tile: int, made: Path) -> None:
     write_json(made / _TILE, {"pixels": tile})
 
 
-def _per_channel(config: Any, name: str) -> Tensor:
-    """Return a config's list of one number per latent channel as a tensor [1, C, 1, 1, 1]."""
-    values, channels = config[name], config["z_dim"]
+def _per_channel(config: Any, name: str, number: str = "z_dim") -> Tensor:
+    """Return a config's list of one number per latent channel as a tensor [1, C, 1, 1, 1].
+
+    `number` is the config's name of their number.
+    """
+    values, channels = config[name], config[number]
     if len(values) != channels:
         raise RecipeError(
-            f"codec.config: z_dim is {channels}, but {name} has {len(values)} values. Give one per "
-            "latent channel."
+            f"codec.config: {number} is {channels}, but {name} has {len(values)} values. Give one "
+            "per latent channel."
         )
     return torch.tensor(values, dtype=torch.float32).view(1, channels, 1, 1, 1)
 

@@ -36,6 +36,12 @@ def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[Lat
                 f'path = "../{name}/{{stem}}.png" }}.{or_frames}'
             )
     _refuse_frames(inputs, recipe, codec)
+    masks = [name for name, each in recipe.data.conditioning.items() if each.kind == "mask"]
+    if masks and codec.shortest > 1:
+        raise RecipeError(
+            f"data.conditioning.{masks[0]} is a mask, and of a clip of the family "
+            f"{recipe.model.family} latent frames stand for unlike numbers of frames. Remove it."
+        )
     unused = [name for name in inputs if name not in taken]
     if unused and not recipe.trainable.modules:  # a module may use any of them
         takes = ", ".join(taken)
@@ -88,6 +94,13 @@ def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
         raise RecipeError(
             f"{named} needs to know the number of frames per second, and data.fps is unset. "
             "Set it, such as data.fps = 24: videos are then trained at this rate."
+        )
+    fps = (recipe.data.fps or 0) / recipe.data.frame_stride
+    if chosen.inputs.fps not in (None, fps):
+        raise RecipeError(
+            f"{named} makes {chosen.inputs.fps:g} frames a second, and data.fps / "
+            f"data.frame_stride is {fps:g}. Set data.fps = {chosen.inputs.fps:g}, and leave "
+            "data.frame_stride out."
         )
 
 

@@ -240,6 +240,20 @@ KINDS = (  # in order: the first that fits is taken
         advice="Without pictures in data.conditioning the parts of the model that read them "
         "(image_cond) get no gradient, and stay as they are.",
     ),
+    Kind(
+        title="MiniMax H3, from text to a video with sound",
+        family="minimax_h3",
+        transformer="MiniMaxH3Transformer3DModel",
+        modular="MiniMaxH3ModularPipeline",
+        size=(124, 768, 1344),
+        small_size=(39, 480, 832),
+        fps=24.0,
+        releases=("MiniMaxAI/MiniMax-H3",),
+        advice="It is distilled for guidance, which a plain LoRA undoes: after some hundred steps "
+        "samples are as grey and vague as without guidance. Name an adapter for training that "
+        "others made for it (model.training_adapter), or train toward guided predictions "
+        '(objective.kind = "guided_target"): docs/guides/objectives.md.',
+    ),
 )
 
 
@@ -286,7 +300,6 @@ _REFUSED = (
         "black-forest-labs/flux-3-image-klein-base.",
     ),
     _Refused("FLUX.2 klein KV", _named("Flux2KleinKV"), "Start from FLUX.2 klein."),
-    _Refused("MiniMax H3", _named("MiniMax"), "Start from Wan 2.2 or HunyuanVideo 1.5."),
     _Refused(
         "Qwen-Image-Layered",
         lambda facts: (

@@ -33,6 +33,7 @@ class Release:
     scheduler: Mapping[str, Any] | None  # None: the pipeline has none, or the model is from scratch
     pipeline: Mapping[str, Any]  # as `pipeline_index` returns it
     guider: Mapping[str, Any] | None = None  # for pipelines whose guidance is a component
+    audio_scheduler: Mapping[str, Any] | None = None  # of pipelines whose sound has one of its own
 
 
 def read_release(section: ModelSection) -> Release:
@@ -52,8 +53,8 @@ def _read_release(where: str, subfolder: str) -> Release:
     root = (locate(where, subfolder, files="config.json") / subfolder).resolve().parent
     index = _read_index(root)
 
-    def part(name: str) -> dict[str, Any] | None:
-        file = root / name / f"{name}_config.json"
+    def part(name: str, kind: str | None = None) -> dict[str, Any] | None:
+        file = root / name / f"{kind or name}_config.json"
         # A modular pipeline makes a part that its index does not name by its own defaults.
         if "_blocks_class_name" not in index:
             return read_config(file) if file.is_file() else None
@@ -61,7 +62,8 @@ def _read_release(where: str, subfolder: str) -> Release:
             return None
         return read_config(locate(where, name, files=file.name) / name / file.name)
 
-    return Release(config, part("scheduler"), index, part("guider"))
+    sound = part("audio_scheduler", "scheduler")
+    return Release(config, part("scheduler"), index, part("guider"), sound)
 
 
 _read_repository = cache(_read_release)  # so that the hub is asked once

@@ -7,6 +7,7 @@ row of the model is: nothing but a rank's share is read later.
 """
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,7 +126,8 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
     The file has these names, or those that diffusers converts to them; the better fit is taken.
 
     Raises:
-        ModelError: the file cannot be read, or has weights in a format that longtake does not know.
+        ModelError: the file cannot be read, has weights in a format that longtake does not know, or
+            may have its rows in two orders.
     """
     weights = read_weights(file)
     prefix = prefix_of(weights)
@@ -140,6 +142,12 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
     convert = _converter(type(model))
     if found.keys() == expected or convert is None:
         return found
+    if "qkv_layout" in inspect.signature(convert).parameters:
+        raise ModelError(
+            f"{file} joins queries, keys and values, as its authors and ComfyUI do, and two orders "
+            f"of their rows are in use, which nothing in a file of a {type(model).__name__} tells "
+            "apart. Start from the release in diffusers' layout."
+        )
     try:
         shapes = {name: weights[key].shape for name, key in keys.items()}
         converted = _converted(file, shapes, convert)

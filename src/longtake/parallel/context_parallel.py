@@ -82,9 +82,9 @@ class TokenSharing:
         counts = shares(tensor.shape[dim], self.size)
         return tensor.narrow(dim, sum(counts[: self.rank]), counts[self.rank])
 
-    def gather(self, part: Tensor, dim: int) -> Tensor:
-        """Gather from all ranks the parts of the row of tokens that was cut last, along `dim`."""
-        counts, mine = self._rows[-1], part.movedim(dim, 0)
+    def gather(self, part: Tensor, dim: int, row: int = -1) -> Tensor:
+        """Gather from all ranks the parts of a row of tokens, along `dim`."""
+        counts, mine = self._rows[row], part.movedim(dim, 0)
         # An all-gather by all-to-all, so that its derivative sums the gradients of all ranks.
         for_each = mine.expand(self.size, *mine.shape).flatten(0, 1)
         whole = self._exchange(for_each, [len(mine)] * self.size, counts, "all")

@@ -242,12 +242,14 @@ def clip_trace(
         part = bucket.model_copy(update={"num_frames": num_frames})
         return trace_inference(mode, modules, lambda: work(codec, part), device)
 
+    # A number that the codec takes, of at least as many.
+    few_frames = codec.shortest + -(-(_FEW_FRAMES - codec.shortest) // codec.chunk) * codec.chunk
     # At least one chunk more, so that the difference is that of whole chunks.
-    more_frames = _FEW_FRAMES + max(_CHUNK, codec.chunk)
+    more_frames = few_frames + max(_CHUNK, codec.chunk)
     if bucket.num_frames <= more_frames:
         return of(bucket.num_frames)
-    few, more = of(_FEW_FRAMES), of(more_frames)
-    times = (bucket.num_frames - more_frames) / (more_frames - _FEW_FRAMES)
+    few, more = of(few_frames), of(more_frames)
+    times = (bucket.num_frames - more_frames) / (more_frames - few_frames)
     return InferenceTrace(
         more.weight_bytes,
         more.peak_bytes + round(times * (more.peak_bytes - few.peak_bytes)),

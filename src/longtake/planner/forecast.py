@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
 from longtake import config, errors
+from longtake.data.auto_buckets import most_frames
 from longtake.formatting import first_line, format_size
 from longtake.models.components import Kinds
 from longtake.models.lora_files import read_lora
@@ -499,13 +500,10 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
         [s.model_copy(update={"height": less(s.height), "width": less(s.width)}) for s in buckets]
     )
     if any(shape.num_frames > 1 for shape in buckets):
-        # 4 n + 1 frames, since codecs of videos merge four frames after the first.
-        yield change(
-            [
-                shape.model_copy(update={"num_frames": (shape.num_frames // 2) // 4 * 4 + 1})
-                for shape in buckets
-            ]
-        )
+        # 4 n + 1 frames, since most codecs of videos merge four frames after the first.
+        halves = {n: n // 2 // 4 * 4 + 1 for n in (shape.num_frames for shape in buckets)}
+        halves |= {n: most_frames(n, n // 2) or n for n in halves if n % 4 != 1}
+        yield change([s.model_copy(update={"num_frames": halves[s.num_frames]}) for s in buckets])
 
 
 @dataclass(frozen=True)
