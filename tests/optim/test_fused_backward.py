@@ -73,3 +73,15 @@ def test_several_processes_are_refused() -> None:
     refuse_fused_ranks(OptimizerSection(), 2)
     with pytest.raises(RecipeError, match="there are 2 processes: start one"):
         refuse_fused_ranks(_SECTION, 2)
+
+
+def test_a_step_that_fails_leaves_the_optimizer_all_its_weights() -> None:
+    class Fails(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:  # type: ignore[override]
+            raise RuntimeError("out of memory")
+
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer = Fails(weights, lr=0.1)
+    with pytest.raises(RuntimeError, match="out of memory"), updating_in_backward([optimizer], 1.0):
+        torch.autograd.backward(torch.cat(tuple(weights)).sum())
+    assert optimizer.param_groups[0]["params"] == weights

@@ -65,8 +65,10 @@ def updating_in_backward(
             if scale != 1:
                 gradient.mul_(scale)
             everything, group["params"] = group["params"], [weight]
-            optimizer.step()
-            group["params"] = everything
+            try:
+                optimizer.step()
+            finally:
+                group["params"] = everything
         weight.grad = None
 
     hooks = [
