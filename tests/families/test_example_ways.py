@@ -21,14 +21,14 @@ from tests.families.rows import ROWS, transformer_class
 from tests.families.tiny import Tiny
 
 from longtake import config
-from longtake.data.encode import write_video
+from longtake.data.encode import Sound, write_video
 from longtake.data.index import index
 from longtake.data.tasks import HERE
 from longtake.run_dir import RunDirectory
 
 _ROOT = Path(__file__).resolve().parents[2]
 _WAYS = sorted((_ROOT / "examples" / "ways").glob("*.toml"))
-_RELEASES = {"wan": "Wan 2.1 T2V", "z_image": "Z-Image"}
+_RELEASES = {"wan": "Wan 2.1 T2V", "z_image": "Z-Image", "ltx2": "LTX-2.3 with sound"}
 _CLIPS = 4
 _FEATURES = 2  # of 4 numbers, for each clip
 
@@ -83,14 +83,15 @@ def _tiny_recipe(path: Path, tiny: Tiny, out: str) -> config.Recipe:
 
 def _write_files(path: Path, loaded: config.Recipe, tiny: Tiny) -> None:
     """Write what a recipe names into the current folder: clips, further inputs, weights."""
+    fps = loaded.data.fps or 16.0
     for name, catalog in loaded.data.sources().items():
         folder = Path(re.sub(r"^catalog$", "clips", name))
-        _write_clips(folder, tiny.row, by_line="--caption-lines" in path.read_text())
         lines = "--caption-lines" in path.read_text()
+        _write_clips(folder, tiny.row, fps, by_line=lines)
         index([folder], captions=None, out=Path(catalog), work=HERE, by_line=lines)
     for name, section in loaded.data.conditioning.items():
         if section.kind == "video":
-            _write_clips(Path(name), tiny.row)
+            _write_clips(Path(name), tiny.row, fps)
         elif section.kind == "numbers":
             Path(name).mkdir()
             for number in range(_CLIPS):
@@ -104,7 +105,7 @@ def _write_files(path: Path, loaded: config.Recipe, tiny: Tiny) -> None:
         _save(Path(loaded.model.pretrained), weights)
 
 
-def _write_clips(folder: Path, row: Row, *, by_line: bool = False) -> None:
+def _write_clips(folder: Path, row: Row, fps: float, *, by_line: bool = False) -> None:
     frames, height, width = row.bucket
     folder.mkdir()
     for number in range(_CLIPS):
@@ -113,7 +114,10 @@ def _write_clips(folder: Path, row: Row, *, by_line: bool = False) -> None:
         if frames == 1:
             Image.fromarray(pixels[0]).save(folder / f"{number}.png")
         else:
-            write_video(folder / f"{number}.mp4", pixels[..., :3], 16.0)
+            noise = random.uniform(-0.5, 0.5, (2, 24000)).astype(np.float32)
+            # The first has no sound, which only models with audio read.
+            sound = Sound(noise, 16000) if number else None
+            write_video(folder / f"{number}.mp4", pixels[..., :3], fps, sound=sound)
         captions = [f"a red circle, {number}"] + ["a circle"] * by_line
         (folder / f"{number}.txt").write_text("\n".join(captions))
 
