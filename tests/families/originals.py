@@ -190,6 +190,35 @@ def _hunyuan_video15(weights: Weights) -> Weights:
     return _renamed(_swapped(joined, "norm_out."), *((ours, theirs) for ours, theirs in pairs))
 
 
+def minimax_h3(weights: Weights, qkv_layout: str = "stacked") -> Weights:
+    """MiniMax H3 as files for ComfyUI have it, or as MiniMax's own, with heads of 16 channels."""
+    named = _renamed(
+        _joined(weights, r"attn\.{}\.weight", ("to_q", "to_k", "to_v"), "qkv_proj"),
+        (r"^transformer_blocks\.", "blocks."),
+        (r"^token_refiner\.refiner_blocks\.", "token_refiner.blocks."),
+        (r"^proj_in\.", "video_patch_proj."),
+        (r"^audio_proj_in\.", "audio_patch_proj."),
+        (r"^context_embedder\.", "condition_proj."),
+        (r"^time_embedder\.linear_1\.", "time_embedder.proj_in."),
+        (r"^time_embedder\.linear_2\.", "time_embedder.proj_out."),
+        (r"^norm_out\.norm\.", "final_layer.norm."),
+        (r"^norm_out\.linear\.", "final_layer.adaln_proj.linear."),
+        (r"^proj_out\.", "final_layer.video_out."),
+        (r"^audio_proj_out\.", "final_layer.audio_out."),
+        (r"\.attn\.norm_(q|k)\.", r".attn.\1_norm."),
+        (r"\.attn\.to_out\.0\.", ".attn.out_proj."),
+        (r"\.ff\.net\.0\.proj\.", ".mlp.fc1."),
+        (r"\.ff\.net\.2\.", ".mlp.fc2."),
+    )
+    for name, value in named.items():
+        if name.endswith(".mlp.fc1.weight"):
+            named[name] = torch.cat(value.chunk(2)[::-1])
+        if name.endswith(".qkv_proj.weight") and qkv_layout == "interleaved":
+            by_head = value.reshape(3, -1, 16, value.shape[1]).transpose(0, 1)
+            named[name] = by_head.flatten(0, 2)
+    return named | {"rope.inv_freq": torch.ones(2)}
+
+
 ORIGINAL: Mapping[str, Callable[[Weights], Weights]] = {
     "WanTransformer3DModel": lambda weights: {
         wan.original_name(name): value for name, value in weights.items()
@@ -206,5 +235,6 @@ ORIGINAL: Mapping[str, Callable[[Weights], Weights]] = {
     "Krea2Transformer2DModel": _krea2,
     "Flux2Transformer2DModel": _flux2,
     "Flux3Transformer2DModel": _flux3,
+    "MiniMaxH3Transformer3DModel": minimax_h3,
 }
 """By the transformer's class; FLUX.1's converter has the width of the release."""

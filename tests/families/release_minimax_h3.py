@@ -152,7 +152,6 @@ ROWS = (
         },
         guidance=1.0,
         load=load,
-        refuses={"comfyui": "joins layers that are apart here"},
         within=short_clips,
         real={
             "transformer": {},

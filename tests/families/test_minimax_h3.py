@@ -14,13 +14,15 @@ from tests.families.row import Row
 from tests.families.tiny import Tiny
 from torch import Tensor
 
-from longtake.config import Bucket, CodecSection
+from longtake.config import Bucket, CodecSection, TrainableSection
 from longtake.errors import ModelError, RecipeError
 from longtake.models.audio import MiniMaxH3AudioCodec
 from longtake.models.base import family_of
 from longtake.models.codec import MiniMaxH3Codec, build_codec
 from longtake.models.components import outline
+from longtake.models.lora_files import load_lora, read_lora
 from longtake.models.minimax_h3 import MiniMaxH3, MiniMaxH3Text
+from longtake.models.trainable import lora_state
 
 (_ROW,) = release_minimax_h3.ROWS
 _COLOURS = {"pixel_mean": (0.485, 0.456, 0.406), "pixel_std": (0.229, 0.224, 0.225)}
@@ -157,9 +159,18 @@ def test_what_a_recipe_must_say(
         outline(tiny_of(_ROW).recipe(**keys))
 
 
-def test_a_file_of_its_authors_is_refused(tiny_of: Callable[[Row], Tiny], tmp_path: Path) -> None:
-    tiny, file = tiny_of(_ROW), tmp_path / "h3.safetensors"
-    save_file({"blocks.0.attn.qkv_proj.weight": torch.ones(1)}, file)
-    one_file = {"pretrained": str(file), "config_from": str(tiny.folder / "release")}
-    with pytest.raises(ModelError, match="two orders of their rows are in use"):
-        outline(tiny.recipe(model=one_file))
+def test_a_lora_of_other_trainers_is_read(tiny_of: Callable[[Row], Tiny], tmp_path: Path) -> None:
+    """As ai-toolkit stores it, with one layer for queries, keys and values, and the gate first."""
+    targets = ("*.to_q", "*.to_k", "*.to_v", "ff.net.0.proj")
+    parts = tiny_of(_ROW).training(TrainableSection(kind="lora", rank=2, targets=targets))
+    family, stored = parts.family, lora_state(parts.model)
+    file = tmp_path / "theirs.safetensors"
+    named = family.comfyui_lora(stored)
+    save_file({name: each.contiguous() for name, each in named.items()}, file)
+    wide = tiny_of(_ROW).training(TrainableSection(kind="lora", rank=6, targets=targets))
+    load_lora(read_lora(file, wide.model, family), wide.model)
+    read = lora_state(wide.model)
+    assert read.keys() == stored.keys()
+    for down in [name for name in stored if ".lora_A." in name]:
+        up = down.replace(".lora_A.", ".lora_B.")
+        torch.testing.assert_close(read[up] @ read[down], stored[up] @ stored[down])

@@ -11,7 +11,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.families.originals import ORIGINAL, flux
+from tests.families.originals import ORIGINAL, flux, minimax_h3
 from tests.families.row import Row
 from tests.families.rows import ONE_OF_EACH, transformer_class
 from tests.families.tiny import Tiny
@@ -45,6 +45,8 @@ def _original(tiny: Tiny) -> dict[str, Tensor]:
 def _recipe(tiny: Tiny, weights: Mapping[str, Tensor], file: Path, **model: Any) -> Recipe:
     save_file(dict(weights), file)
     release = str(tiny.folder / "release")
+    if tiny.row.family == "minimax_h3":
+        model = {"qkv_layout": "stacked"} | model
     return tiny.recipe(model={"pretrained": str(file), "config_from": release, **model})
 
 
@@ -275,3 +277,18 @@ def test_an_original_layout_without_a_converter_is_refused(tmp_path: Path) -> No
     save_file({"w": torch.ones(1)}, file)
     with pytest.raises(ModelError, match="No other layout of a Linear is known"):
         refuse_misfits(model, find_in_one_file(file, model), file, "a/release")
+
+
+def test_the_order_of_joined_rows_is_what_the_recipe_says(
+    tiny_of: Callable[[Row], Tiny], tmp_path: Path
+) -> None:
+    """By head as in MiniMax's own files, which no name or shape tells."""
+    tiny = tiny_of(next(r for r in ONE_OF_EACH if transformer_class(r).startswith("MiniMaxH3")))
+    named = minimax_h3(_released(tiny), "interleaved")
+    weights = {name: value.contiguous() for name, value in named.items()}
+    file = tmp_path / "model.safetensors"
+    _assert_equal(_loaded(_recipe(tiny, weights, file, qkv_layout="interleaved")), _released(tiny))
+    with pytest.raises(
+        ModelError, match=r'Set model.qkv_layout = "stacked" for a file made for Comf'
+    ):
+        outline(_recipe(tiny, weights, file, qkv_layout=None))

@@ -48,7 +48,8 @@ def _trained(tiny: Tiny, file: Path | None = None, **model: Any) -> Sampler:
 
 def _read_back(tiny: Tiny, file: Path, **model: Any) -> dict[str, Tensor]:
     release = str(tiny.folder / "release")
-    recipe = tiny.recipe(model={"pretrained": str(file), "config_from": release, **model})
+    model |= {"pretrained": str(file), "config_from": release, "qkv_layout": "stacked"}
+    recipe = tiny.recipe(model=model)
     return dict(assemble(recipe, (), None, frozen_parts=False).model.state_dict())
 
 
@@ -61,6 +62,7 @@ def test_a_whole_model_in_the_layout_of_a_file_is_a_base_again(
     sampler = _trained(tiny, dtype="bf16")
     export(sampler, out, "comfyui", like=like)
     ours, theirs = load_file(out), load_file(like)
+    theirs.pop(f"{_PREFIX}rope.inv_freq", None)  # of MiniMax H3; the configuration has it
     assert {n: v.shape for n, v in ours.items()} == {n: v.shape for n, v in theirs.items()}
     state = dict(sampler.components.model.state_dict())
     torch.testing.assert_close(_read_back(tiny, out, dtype="bf16"), state, rtol=0, atol=0)

@@ -49,6 +49,10 @@ class ModelSection(Section):
     config_from: str | None = None
     """For a `pretrained` that is one file: the release that it was made of, as a diffusers folder
     or repository id. The configurations of transformer and scheduler are read from it."""
+    qkv_layout: Literal["stacked", "interleaved"] | None = None
+    """For one file of MiniMax H3 in its authors' layout, whose queries, keys and values are joined:
+    the order of their rows, which no file tells. `stacked`: all queries first, as in files made for
+    ComfyUI; `interleaved`: by head, as in MiniMax's own files."""
     transformer_class: str | None = Field(None, pattern=r"^[\w.]+:\w+$")
     """A class of your own to use instead of the family's diffusers transformer, with the same name,
     such as an edited copy of its file: "my_project.wan:WanTransformer3DModel". It is imported from
@@ -130,6 +134,11 @@ class ModelSection(Section):
                 f"model.config_from = {self.config_from} is for a model.pretrained that is one "
                 "safetensors or GGUF file: name the file there, or leave model.config_from out"
             )
+        if self.qkv_layout is not None and not is_file:
+            raise ValueError(
+                f"model.qkv_layout = {self.qkv_layout} is for a model.pretrained that is one "
+                "safetensors file of MiniMax H3: leave it out"
+            )
         return self
 
     @property
@@ -147,7 +156,8 @@ class ModelSection(Section):
 
     def without_file(self) -> Self:
         """Return a section for the release itself, where `pretrained` is one file."""
-        return self.model_copy(update={"pretrained": self.release(), "config_from": None})
+        without = {"config_from": None, "qkv_layout": None}
+        return self.model_copy(update={"pretrained": self.release(), **without})
 
     def folder(self) -> str:
         """Return the folder of the trained transformer in the release."""

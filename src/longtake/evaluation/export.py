@@ -128,9 +128,11 @@ def _write_comfyui_file(sampler: Sampler, path: Path, choice: ExportChoice) -> l
     if lora:
         weights = in_dtype(lora, choice.dtype)
     else:
-        model, base = plain_copy(parts.model), sampler.recipe.model.one_file()
+        section = sampler.recipe.model
+        model, base = plain_copy(parts.model), section.one_file()
         like = choice.like or (base if base and base.is_file() else None)
-        layout = comfyui_layout(model, parts.family, like)
+        order = "stacked" if choice.like else section.qkv_layout  # the former in ComfyUI's files
+        layout = comfyui_layout(model, parts.family, like, order)
         whole = {key: laid.made_of(model.state_dict()) for key, laid in layout.items()}
         is_fp8 = choice.dtype == "fp8_scaled"
         fp8 = in_scaled_fp8(whole, layout, model, parts.family) if is_fp8 else None

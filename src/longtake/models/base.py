@@ -504,6 +504,16 @@ class Family(ABC):
             RecipeError: diffusers has no pipeline for this family, codec and text encoder.
         """
 
+    def comfyui_lora(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a LoRA as ComfyUI has it, from its tensors by their names in the model.
+
+        Raises:
+            RecipeError: ComfyUI has no such model, or no such LoRA of it.
+        """
+        named = {self.comfyui_name(name, is_lora=True): each for name, each in weights.items()}
+        assert len(named) == len(weights), "two weights have one name"
+        return named
+
     @abstractmethod
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
         """Return ComfyUI's name of a weight of the model, or of its LoRA.

@@ -385,7 +385,7 @@ def _build(
             model = chosen.build(section, shapes, text, weights="later")
         if is_later:
             assert file is not None
-            files = find_in_one_file(file, model)
+            files = find_in_one_file(file, model, section.qkv_layout)
         deferred = deferred_init.deferred_parameters(model)
         # `adapt` may have changed the model's layout after the constructor that was recorded.
         fits = program is None or program.shapes == deferred_init.shapes_of(deferred)

@@ -161,7 +161,7 @@ def _from_one_file(
         model.eval()  # as from_pretrained does
     else:
         model = on_meta(model_class, where, subfolder)
-    found = find_in_one_file(file, model)
+    found = find_in_one_file(file, model, section.qkv_layout)
     refuse_misfits(model, found, file, where)
     if weights is True:
         numerics.keep_weights_in(model, numerics.DTYPES[section.dtype])

@@ -52,12 +52,9 @@ def lora_named(
         RecipeError: ComfyUI does not know the family, or a layer of it.
     """
     if wanted == "comfyui":
-        names = {name: family.comfyui_name(name, is_lora=True) for name in weights}
-    else:
-        prefix = "transformer." if wanted == "diffusers" else PEFT_PREFIX
-        names = {name: f"{prefix}{name}" for name in weights}
-    assert len(set(names.values())) == len(weights), "two weights have one name"
-    return {names[name]: value for name, value in weights.items()}
+        return family.comfyui_lora(weights)
+    prefix = "transformer." if wanted == "diffusers" else PEFT_PREFIX
+    return {f"{prefix}{name}": value for name, value in weights.items()}
 
 
 def in_dtype(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, Tensor]:

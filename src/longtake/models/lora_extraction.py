@@ -89,7 +89,7 @@ def nearest_lora(change: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
 
 def _release_tensors(section: ModelSection, model: nn.Module) -> Mapping[str, StoredTensor]:
     if (file := section.one_file()) is not None:
-        return find_in_one_file(file, model)
+        return find_in_one_file(file, model, section.qkv_layout)
     if (files := deferred_init.release_files(section)) is None:
         raise ModelError(
             f"{section.pretrained} has no safetensors files of its weights as diffusers' "

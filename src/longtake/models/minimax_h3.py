@@ -26,6 +26,7 @@ from longtake.models.diffusers_family import DiffusersBlocks
 from longtake.models.release_scheduler import PipelineScheduler
 from longtake.models.text import TextEncoder
 from longtake.models.text_contract import TextContract
+from longtake.parallel import fsdp
 from longtake.parallel.context_parallel import TokenSharing
 
 _LAYER = 50  # of the text encoder: the hidden state that the transformer reads
@@ -33,6 +34,8 @@ _OF_REFERENCES = "transformer_ref"  # folder of the transformer of another task
 _PACK = 2  # latent rows and columns of one token
 _SOUND_CHANNELS = 2
 _SHIFT, _AUDIO_SHIFT = 12.0, 3.0  # of releases without files of schedulers
+_JOINED = ("to_q", "to_k", "to_v")  # one layer in MiniMax's files, with its rows in this order
+_OF_LORA = (".lora_A.weight", ".lora_B.weight")
 _PARTS = ((0, 1), (1, 2), (0, 0))
 """Of text, audio and video: the number of its time (0 the video's, 1 the audio's), and that of its
 modality in the transformer's tables."""
@@ -450,7 +453,59 @@ class MiniMaxH3(diffusers_family.DiffusersFamily):
         return texts + audio + self.block.num_tokens(model, shape)
 
     def comfyui_name(self, name: str, *, is_lora: bool) -> str:
-        raise RecipeError(
-            f"ComfyUI's {self.label} joins layers that are apart here, such as {name}. Export with "
-            "--format diffusers."
-        )
+        if not is_lora:
+            raise RecipeError(
+                f"ComfyUI's file of a whole {self.label} joins layers that are apart here, such as "
+                f"{name}. Train LoRA, or export with --format diffusers."
+            )
+        front = next((each for each in _ORIGINAL if name.startswith(each)), "")
+        name = _ORIGINAL.get(front, "") + name.removeprefix(front)
+        for ours, original in _ORIGINAL_IN_BLOCKS.items():
+            name = name.replace(ours, original)
+        return f"diffusion_model.{name}"
+
+    def comfyui_lora(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return a LoRA of ComfyUI's layers, which join queries, keys and values, in this order.
+
+        Its rank is then the sum of theirs. Of feed-forward layers the gate comes first there.
+        """
+        if other := [name for name in weights if not name.endswith(_OF_LORA)]:
+            raise RecipeError(
+                f"ComfyUI's {self.label} joins layers that are apart here. Only LoRA can be "
+                f"joined, and {other[0]} is of another kind: export with --format diffusers."
+            )
+        weights, named = {n: fsdp.full(each) for n, each in weights.items()}, dict[str, Tensor]()
+        for layer in dict.fromkeys(name.rpartition(".lora_")[0] for name in weights):
+            front, _, last = layer.rpartition(".")
+            names = [f"{front}.{each}" for each in (_JOINED if last in _JOINED else (last,))]
+            pairs = [[weights.get(f"{n}{end}") for end in _OF_LORA] for n in names]
+            mine = weights[layer + _OF_LORA[1]]
+            ups = [mine.new_zeros(len(mine), 0) if up is None else up for _, up in pairs]
+            whole: Tensor = torch.block_diag(*ups)  # type: ignore[no-untyped-call]
+            if layer.endswith(".ff.net.0.proj"):
+                whole = torch.cat(whole.chunk(2)[::-1])
+            down = torch.cat([down for down, _ in pairs if down is not None])
+            for end, value in zip(_OF_LORA, (down, whole), strict=True):
+                named[self.comfyui_name(layer + end, is_lora=True)] = value
+        return named
+
+
+# The inverse of diffusers' `convert_minimax_h3_transformer_checkpoint_to_diffusers`.
+_ORIGINAL = {
+    "transformer_blocks.": "blocks.",
+    "token_refiner.refiner_blocks.": "token_refiner.blocks.",
+    "audio_proj_in": "audio_patch_proj",
+    "audio_proj_out": "final_layer.audio_out",
+    "proj_in": "video_patch_proj",
+    "proj_out": "final_layer.video_out",
+    "context_embedder": "condition_proj",
+    "time_embedder.linear_1": "time_embedder.proj_in",
+    "time_embedder.linear_2": "time_embedder.proj_out",
+    "norm_out.linear": "final_layer.adaln_proj.linear",
+}
+_ORIGINAL_IN_BLOCKS = {
+    **{f".attn.{name}.": ".attn.qkv_proj." for name in _JOINED},
+    ".attn.to_out.0.": ".attn.out_proj.",
+    ".ff.net.0.proj.": ".mlp.fc1.",
+    ".ff.net.2.": ".mlp.fc2.",
+}

@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -120,10 +120,17 @@ def _rotation(size: int) -> Tensor:
     return matrix / math.sqrt(size)
 
 
-def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
+def find_in_one_file(
+    file: Path, model: nn.Module, qkv_layout: str | None = None
+) -> dict[str, StoredTensor]:
     """Find a transformer's tensors in one file, by their names in the model.
 
     The file has these names, or those that diffusers converts to them; the better fit is taken.
+
+    Args:
+        file: a safetensors file.
+        model: the transformer, which may be on the meta device.
+        qkv_layout: `model.qkv_layout` of the recipe.
 
     Raises:
         ModelError: the file cannot be read, has weights in a format that longtake does not know, or
@@ -143,11 +150,15 @@ def find_in_one_file(file: Path, model: nn.Module) -> dict[str, StoredTensor]:
     if found.keys() == expected or convert is None:
         return found
     if "qkv_layout" in inspect.signature(convert).parameters:
-        raise ModelError(
-            f"{file} joins queries, keys and values, as its authors and ComfyUI do, and two orders "
-            f"of their rows are in use, which nothing in a file of a {type(model).__name__} tells "
-            "apart. Start from the release in diffusers' layout."
-        )
+        if qkv_layout is None:
+            raise ModelError(
+                f"{file} joins queries, keys and values, and two orders of their "
+                "rows are in use, which no name or shape tells apart. Set model.qkv_layout = "
+                '"stacked" for a file made for ComfyUI, such as Comfy-Org\'s, or "interleaved" '
+                "for one that was joined from MiniMax's own files."
+            )
+        config: Any = model.config
+        convert = partial(convert, config=config, qkv_layout=qkv_layout)
     try:
         shapes = {name: weights[key].shape for name, key in keys.items()}
         converted = _converted(file, shapes, convert)

@@ -45,7 +45,7 @@ class Laid(NamedTuple):
         return torch.cat(cut).reshape(self.shape)
 
 
-def layout_of(file: Path, model: nn.Module) -> dict[str, Laid]:
+def layout_of(file: Path, model: nn.Module, qkv_layout: str | None) -> dict[str, Laid]:
     """Return how a file of weights holds a model: the inverse of reading it.
 
     Raises:
@@ -53,8 +53,12 @@ def layout_of(file: Path, model: nn.Module) -> dict[str, Laid]:
     """
     stored = read_weights(file)
     prefix = prefix_of(stored)
-    laid = {key: Laid(each.shape, []) for key, each in stored.items() if key.startswith(prefix)}
-    found = find_in_one_file(file, model)
+    laid = {
+        key: Laid(each.shape, [])
+        for key, each in stored.items()
+        if key.startswith(prefix) and not key.endswith(".inv_freq")  # which is computed
+    }
+    found = find_in_one_file(file, model, qkv_layout)
     refuse_misfits(model, found, file, "this run", "--like", "Name a file of the same model.")
     for name, place in found.items():
         at = 0
@@ -73,7 +77,9 @@ def layout_of(file: Path, model: nn.Module) -> dict[str, Laid]:
     return laid
 
 
-def comfyui_layout(model: nn.Module, family: Family, like: Path | None) -> dict[str, Laid]:
+def comfyui_layout(
+    model: nn.Module, family: Family, like: Path | None, qkv_layout: str | None
+) -> dict[str, Laid]:
     """Return the layout of a file of this model, or else the family's ComfyUI names.
 
     Raises:
@@ -81,7 +87,7 @@ def comfyui_layout(model: nn.Module, family: Family, like: Path | None) -> dict[
         ModelError: the file cannot be read, or is of another model.
     """
     if like is not None:
-        return layout_of(like, model)
+        return layout_of(like, model, qkv_layout)
     shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     layout = {
         family.comfyui_name(name, is_lora=False): Laid(
