@@ -182,6 +182,12 @@ def test_no_path_of_this_computer_is_in_what_is_sent(small_recipe: Recipes, tmp_
     (out / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(base)})
     )
+    (out / "nested").mkdir()
+    place = {"pretrained_model_name_or_path": str(base), "subfolder": "writer"}
+    hub = {"pretrained_model_name_or_path": "their/writer", "subfolder": None}
+    index = {"writer": ["transformers", "Writer", place], "theirs": [None, None, hub]}
+    (out / "modular_model_index.json").write_text(json.dumps(index))
+    (out / "nested" / "config.json").write_text(json.dumps({"text": {"_name_or_path": str(base)}}))
     files = collect(replace(sampler, recipe=recipe), out, choice, "me/dog")
     contents = [each if isinstance(each, bytes) else each.read_bytes() for each in files.values()]
     assert all(str(tmp_path).encode() not in each for each in contents)
@@ -189,3 +195,8 @@ def test_no_path_of_this_computer_is_in_what_is_sent(small_recipe: Recipes, tmp_
     assert isinstance(card, bytes)
     assert 'DiffusionPipeline.from_pretrained("wan")' in card.decode()
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "wan"  # type: ignore[arg-type]
+    # What a modular pipeline would load from there has no place: nobody else has that folder.
+    sent = json.loads(files["modular_model_index.json"])  # type: ignore[arg-type]
+    nowhere = place | {"pretrained_model_name_or_path": None}
+    assert sent == {"writer": ["transformers", "Writer", nowhere], "theirs": [None, None, hub]}
+    assert json.loads(files["nested/config.json"]) == {"text": {"_name_or_path": "wan"}}  # type: ignore[arg-type]

@@ -1,12 +1,16 @@
 """GGUF files give what gguf's own functions make of them, whole or in parts, or are refused."""
 
+import struct
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import save_file
 from tests.models.gguf_files import dequantized, quantized, write_gguf
+from torch import Tensor
 
 from longtake.errors import ModelError
 from longtake.models import weight_files
@@ -63,3 +67,33 @@ def test_files_that_are_not_whole_or_of_unknown_formats_are_refused(tmp_path: Pa
         file.write_bytes(whole[:length])
         with pytest.raises(ModelError, match=r"cannot be read: .*copy it again"):
             read_weights(file)
+
+
+def test_headers_that_claim_more_than_a_file_has_are_refused_at_once(tmp_path: Path) -> None:
+    """Arrays of 2^45 bytes past the end, and of more bytes than any header has."""
+    file = tmp_path / "model.gguf"
+    head = struct.pack("<IIQQQ1sII", gguf.GGUF_MAGIC, 3, 0, 1, 1, b"a", 9, 0)
+    for size, rest, message in ((2**45, 0, "ends too early"), (10**5, 10**5, "more than 9000 num")):
+        file.write_bytes(head + struct.pack("<Q", size) + bytes(rest))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(weight_files, "_MOST_READS", 9000)
+            with pytest.raises(ModelError, match=message):
+                read_weights(file)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (torch.tensor(10**11), r"a.comfy_quant is I64 \[\], expected JSON"),
+        ("{}" + " " * 2**16, r"is U8 \[65538\], expected JSON"),
+        ("[" * 30000, "recursion"),
+    ],
+)
+def test_settings_of_layers_that_are_no_short_json_are_refused(
+    settings: Tensor | str, message: str, tmp_path: Path
+) -> None:
+    if isinstance(settings, str):
+        settings = torch.tensor(list(settings.encode()), dtype=torch.uint8)
+    save_file({"a.comfy_quant": settings}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=f"cannot be read: .*{message}"):
+        read_weights(tmp_path / "model.safetensors")

@@ -18,6 +18,7 @@ from longtake.evaluation.export import ExportChoice, header
 from longtake.evaluation_dir import EvaluationDirectory
 from longtake.formatting import first_line, format_size, printable
 from longtake.models.pretrained import is_repository_id
+from longtake.models.releases import MODULAR_INDEX
 from longtake.sampling.sampler import Sampler
 
 _TEMPLATE = Path(__file__).parent / "model_card.md.j2"
@@ -43,23 +44,34 @@ def check_push(repository: str, *, update: bool) -> None:
 def collect(sampler: Sampler, out: Path, choice: ExportChoice, repository: str) -> Files:
     """Return all files that an export's repository gets: its own, samples, and the model card.
 
-    Paths of this computer in the JSON files of libraries are replaced by their last part.
+    Paths of this computer in the JSON files of libraries are replaced by their last part, and are
+    removed from a modular index, in which they are the place of a part that is not exported.
     """
     root = out.parent if out.is_file() else out
     found = [out] if out.is_file() else sorted(path for path in out.rglob("*") if path.is_file())
     files: Files = {path.relative_to(root).as_posix(): path for path in found}
     for name in [name for name in files if name.endswith(".json")]:
-        values = json.loads((root / name).read_bytes())
-        for key in values if isinstance(values, dict) else ():
-            where = values[key]
-            if key.endswith("name_or_path") and where and not is_repository_id(str(where)):
-                values[key] = Path(str(where)).name
-                files[name] = json.dumps(values, indent=2).encode()
+        read = json.loads((root / name).read_bytes())
+        values = _without_paths(read, is_index=Path(name).name == MODULAR_INDEX)
+        if values != read:
+            files[name] = json.dumps(values, indent=2).encode()
     prompts = dict[str, str]()
     for path, prompt in islice(_sampled(sampler), _MOST_SAMPLES):
         name = f"samples/{path.parents[1].name}-{path.name}"
         files[name], prompts[name] = path, prompt
     return {**files, "README.md": _card(sampler, out, choice, repository, prompts).encode()}
+
+
+def _without_paths(value: Any, *, is_index: bool) -> Any:
+    if isinstance(value, list):
+        return [_without_paths(each, is_index=is_index) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _without_paths(each, is_index=is_index) for key, each in value.items()}
+    for key, where in found.items():
+        if key.endswith("name_or_path") and where and not is_repository_id(str(where)):
+            found[key] = None if is_index else Path(str(where)).name
+    return found
 
 
 def list_files(files: Files) -> list[str]:

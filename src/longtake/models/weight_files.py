@@ -28,12 +28,15 @@ _SCALES = (".scale_weight", ".weight_scale")  # of ComfyUI, and of later files
 _NOT_WEIGHTS = (".scale_input", ".input_scale", ".comfy_quant", "scaled_fp8")
 """Endings of names that say how a file is to be multiplied, which changes none of its weights."""
 _INT8 = "int8_tensorwise"  # of ComfyUI; rows may have a scale each, in spite of the name
+_MOST_SETTINGS = 2**16  # bytes of a layer's comfy_quant
 _FORMATS = (None, "float8_e4m3fn", "float8_e5m2", _INT8)
 _DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I8")  # as safetensors names them
 _NOT_QUANTIZED = ("F64", "F32", "F16", "BF16")  # in GGUF, too
 _KEPT = {"fp8": "F8_E4M3", "int8": "I8"}
 """Format of a file whose numbers quantised layers keep, by their own format."""
 _DEQUANTIZED_AT_ONCE = 2**22  # weights; gguf's functions take several times their size
+_MOST_READS = 2**17  # of a GGUF's header, for which gguf makes an array each; models have some 10^4
+_OF_DAMAGE = OSError, SafetensorError, ValueError, AttributeError, TypeError, RecursionError
 
 
 class Held(NamedTuple):
@@ -72,7 +75,7 @@ def read_weights(file: Path) -> dict[str, Held]:
         fsio.open_regular(file).close()  # a named pipe would make the reader wait forever
         with open_weights(file) as opened:
             return _weights_in(opened, file)
-    except (OSError, SafetensorError, ValueError, AttributeError, TypeError) as error:
+    except _OF_DAMAGE as error:
         raise ModelError(
             f"{file} cannot be read: {first_line(error)}. Expected a safetensors or GGUF file of a "
             "model's weights: download or copy it again."
@@ -140,6 +143,11 @@ def _quantization(opened: Any, names: Collection[str]) -> dict[str, dict[str, An
     for name in names:
         layer = name.removesuffix(".comfy_quant")
         if layer != name:
+            stored = opened.get_slice(name)
+            size = [*stored.get_shape()]
+            # bytes() of a single number would be that many zeros.
+            if stored.get_dtype() != "U8" or len(size) != 1 or size[0] > _MOST_SETTINGS:
+                raise ValueError(f"{printable(name)} is {stored.get_dtype()} {size}, expected JSON")
             listed[layer] = json.loads(bytes(opened.get_tensor(name).tolist()))
     found = dict[str, dict[str, Any]]()
     for layer, given in listed.items():
@@ -188,8 +196,21 @@ def _read_gguf(file: Path, _version: object) -> Mapping[str, _GgufTensor]:
     """Read the places of a GGUF file's tensors; `_version` changes when the file does."""
     import gguf
 
+    class Reader(gguf.GGUFReader):
+        """Ends where gguf would count on: past the file's end, or for hours."""
+
+        num_reads = 0
+
+        def _get(self, offset: int, dtype: Any, count: Any = 1, *order: Any, **named: Any) -> Any:
+            self.num_reads += 1
+            if int(offset) + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                raise ValueError("it ends too early")
+            if self.num_reads > _MOST_READS:
+                raise ValueError(f"its header has more than {_MOST_READS} numbers and names")
+            return super()._get(offset, dtype, count, *order, **named)
+
     try:
-        reader = gguf.GGUFReader(file)
+        reader = Reader(file)
         if reader.byte_order != "I":
             raise ValueError("its numbers have the order of bytes of other processors")
         found = dict[str, _GgufTensor]()
