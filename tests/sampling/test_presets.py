@@ -43,7 +43,7 @@ from longtake.sampling.presets import (
     weights_to_sample,
 )
 from longtake.sampling.sampler import SamplerLoader
-from longtake.sampling.videos import sample_preset
+from longtake.sampling.videos import check_samples, sample_preset
 from longtake.training.train import train
 
 _SHIPPED = ["default", "demo", "high4s", "image1024", "low16s", "low4s"]
@@ -83,6 +83,19 @@ def test_shipped_presets(name: str, size: tuple[int, int, int, float], recipe: R
     assert (preset.settings.guidance_scale, preset.settings.shift) == (3.0, 2.0)
     assert (preset.seeds, preset.weights) == ((0,), "ema/main")
     assert len(set(preset.prompts)) == len(preset.prompts) == (8 if name == "demo" else 12)
+
+
+def test_samples_with_sound_have_the_rate_of_the_training(tmp_path: Path) -> None:
+    """Whatever the recipe or a preset says: their sound is as long."""
+    table = '[evaluation.presets.mine]\nprompts = ["a"]\nfps = 30'
+    more = 'model.audio = "train"\ndata = {fps = 24, frame_stride = 2}'
+    recipe = _recipe(tmp_path, table, more)
+    found = [find_preset(recipe, name).settings.fps for name in ("low4s", "mine", "demo")]
+    assert found == [12, 12, 12]
+    out = tmp_path / "a.mp4"
+    assert check_samples(recipe, ["a"], [], out, fps=12.0)[2].fps == 12.0
+    with pytest.raises(RecipeError, match=r"--fps 30: .* 12 frames a second .* Leave --fps out"):
+        check_samples(recipe, ["a"], [], out, fps=30.0)
 
 
 def test_the_demos_prompts_are_never_trained_on(recipe: Recipe) -> None:

@@ -55,6 +55,8 @@ class SamplingSection(Section):
     """Text that classifier-free guidance moves away from, instead of an empty caption.
     Guidance-distilled models have no negative prompt."""
     fps: float = Field(16.0, gt=0, le=1000)
+    """Frames per second of samples. Those with sound have `data.fps` / `data.frame_stride`, also
+    where a preset says otherwise."""
     every: int | None = Field(None, gt=0, le=MAX_STEPS)
     """Number of training steps between samplings of the presets on the training devices, from the
     EMA profile that each preset names. A checkpoint is saved at these steps too, and at the last

@@ -421,12 +421,16 @@ def settings_for(
 ) -> tuple[config.SamplingSection, config.Bucket]:
     """Return the recipe's sampling settings and first bucket, with the given values changed.
 
+    Samples with sound have the frame rate of the training, which decides how long the sound is.
+
     Raises:
         RecipeError: a value is out of range, or the negative prompt has `[trigger]` without one.
     """
     sizes = {"num_frames": num_frames, "height": height, "width": width}
     values = recipe.model_dump(exclude_none=True)
     values["sampling"] |= {k: v for k, v in changes.items() if v is not None}
+    if (rate := rate_with_sound(recipe)) is not None:
+        values["sampling"]["fps"] = rate
     bucket = values["data"]["buckets"][0]
     values["data"]["buckets"] = [bucket | {k: v for k, v in sizes.items() if v is not None}]
     # A whole recipe is parsed, so that bounds and combinations of keys are those of training.
@@ -434,6 +438,12 @@ def settings_for(
     (negative,) = with_trigger([changed.sampling.negative_prompt], recipe)
     settings = changed.sampling.model_copy(update={"negative_prompt": negative})
     return settings, changed.data.buckets[0]
+
+
+def rate_with_sound(recipe: config.Recipe) -> float | None:
+    """Return the frames per second of samples that have sound; None for others."""
+    data = recipe.data
+    return data.fps / data.frame_stride if recipe.model.uses_audio and data.fps else None
 
 
 def weights_to_sample(

@@ -20,6 +20,7 @@ from longtake.sampling.presets import (
     Preset,
     Request,
     RequestGroup,
+    rate_with_sound,
     refuse_unwritable,
     settings_for,
     suffix_of,
@@ -157,6 +158,12 @@ def check_samples(
     for prompt in prompts:
         refuse_flags(prompt, "--prompt")
     prompts = with_trigger(prompts, recipe)
+    rate, asked = rate_with_sound(recipe), changes.get("fps")
+    if None not in (rate, asked) and rate != asked:
+        raise errors.RecipeError(
+            f"--fps {asked:g}: samples of this run have sound, and {rate:g} frames a second as in "
+            "its training (data.fps / data.frame_stride). Leave --fps out."
+        )
     inputs = inputs_by_name(conditioning)
     refuse_other_inputs(inputs, recipe.model_inputs())
     settings, bucket = settings_for(recipe, **changes)
