@@ -183,6 +183,7 @@ def test_no_path_of_this_computer_is_in_what_is_sent(small_recipe: Recipes, tmp_
         json.dumps(config | {"base_model_name_or_path": str(base)})
     )
     (out / "nested").mkdir()
+    (out / "nested" / "no.json").write_bytes(b"\xff")
     place = {"pretrained_model_name_or_path": str(base), "subfolder": "writer"}
     hub = {"pretrained_model_name_or_path": "their/writer", "subfolder": None}
     index = {"writer": ["transformers", "Writer", place], "theirs": [None, None, hub]}
@@ -195,6 +196,7 @@ def test_no_path_of_this_computer_is_in_what_is_sent(small_recipe: Recipes, tmp_
     assert isinstance(card, bytes)
     assert 'DiffusionPipeline.from_pretrained("wan")' in card.decode()
     assert json.loads(files["adapter_config.json"])["base_model_name_or_path"] == "wan"  # type: ignore[arg-type]
+    assert files["nested/no.json"] == out / "nested" / "no.json"
     # What a modular pipeline would load from there has no place: nobody else has that folder.
     sent = json.loads(files["modular_model_index.json"])  # type: ignore[arg-type]
     nowhere = place | {"pretrained_model_name_or_path": None}

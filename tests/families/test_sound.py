@@ -36,6 +36,7 @@ from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
 from longtake.run_dir import RunDirectory
 from longtake.sampling.presets import Request, settings_for
+from longtake.sampling.sampler import refuse_wrong_settings
 from longtake.sampling.videos import write_samples
 from longtake.training.inputs import prepare
 from longtake.training.latent_cache import cache_ahead
@@ -243,7 +244,7 @@ def test_sound_of_its_own_shift_takes_steps_of_its_own(tiny: Tiny) -> None:
     assert torch.allclose(audio, sampler.components.audio_sigmas(torch.tensor([0.2])) - 0.5)
     unlike = settings.model_copy(update={"solver": "heun"})
     with pytest.raises(RecipeError, match=r'Set sampling\.solver = "euler"'):
-        sampler.sample([Request(LONG, 3)], unlike, bucket)
+        refuse_wrong_settings(components, unlike)  # as a plan does
 
 
 def _sizes(streams: Streams) -> list[tuple[int, ...]]:

@@ -14,6 +14,7 @@ from longtake.errors import RunError
 from longtake.models.base import family
 from longtake.models.file_header import Words, base_name, describe, triggers
 from longtake.models.lora_export import write_weights
+from longtake.run_dir import RunDirectory
 
 _WEIGHTS = {"b.weight": torch.arange(6.0).view(2, 3), "a": torch.ones(3, dtype=torch.bfloat16)}
 _FACTS = {f"ss_{number}": str(number) for number in range(20)}
@@ -52,6 +53,22 @@ def test_a_base_is_named_without_its_path(tmp_path: Path) -> None:
         if where.endswith(".safetensors"):
             model["config_from"] = "a/b"
         assert base_name(make_recipe("wan", (1, 16, 16), model=model)) == name
+
+
+def test_names_of_folders_are_printable(tmp_path: Path) -> None:
+    folder = tmp_path / "a\x1b\udcff"
+    model = {"pretrained": str(folder)}
+    recipe, run = make_recipe("wan", (1, 16, 16), model=model), RunDirectory(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunDirectory, "record", lambda _: {"created": "now"})
+        facts = describe(recipe, family("wan"), run, 1, "comfyui")
+    assert facts["modelspec.title"] == facts["ss_sd_model_name"] == r"a\x1b\udcff"
+
+
+def test_a_file_that_cannot_be_written_is_an_os_error(tmp_path: Path) -> None:
+    """As on a full disk, after which a training goes on; safetensors has an error of its own."""
+    with pytest.raises(OSError, match="No such file"):
+        write_weights(_WEIGHTS, tmp_path / "none" / "a.safetensors")
 
 
 def test_trigger_words_are_those_of_the_catalogs() -> None:

@@ -51,7 +51,10 @@ def collect(sampler: Sampler, out: Path, choice: ExportChoice, repository: str) 
     found = [out] if out.is_file() else sorted(path for path in out.rglob("*") if path.is_file())
     files: Files = {path.relative_to(root).as_posix(): path for path in found}
     for name in [name for name in files if name.endswith(".json")]:
-        read = json.loads((root / name).read_bytes())
+        try:
+            read = json.loads((root / name).read_bytes())
+        except ValueError:  # a release's own file, copied as it is
+            continue
         values = _without_paths(read, is_index=Path(name).name == MODULAR_INDEX)
         if values != read:
             files[name] = json.dumps(values, indent=2).encode()

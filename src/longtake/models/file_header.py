@@ -14,6 +14,7 @@ from typing import Literal
 
 from longtake.config import Recipe
 from longtake.errors import RunError
+from longtake.formatting import printable
 from longtake.models.base import Family
 from longtake.models.pretrained import is_repository_id
 from longtake.run_dir import RunDirectory
@@ -52,7 +53,7 @@ def base_name(recipe: Recipe) -> str | None:
     where = recipe.model.pretrained
     if where is None or is_repository_id(where):
         return where
-    return Path(where).expanduser().resolve().name
+    return printable(Path(where).expanduser().resolve().name)
 
 
 def triggers(recipe: Recipe) -> str:
@@ -85,7 +86,7 @@ def describe(
     """
     named = str(getattr(family, "label", "") or recipe.model.family.rpartition(":")[2])
     architecture = _ARCHITECTURES.get(recipe.model.family, named.replace(" ", "-"))
-    title = words.title or ("longtake" if run is None else run.path.resolve().name)
+    title = words.title or ("longtake" if run is None else printable(run.path.resolve().name))
     base, trigger, optimizer = base_name(recipe), triggers(recipe), recipe.optimizer
     section = recipe.trainable
     rank = extracted or (section.rank if section.base() == "lora" else None)

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from longtake.errors import RunError
+from longtake.formatting import first_line
 from longtake.models import file_header
 from longtake.models.base import Family
 from longtake.models.lora_files import COMFYUI_DORA
@@ -78,10 +80,17 @@ def in_dtype(weights: Mapping[str, Tensor], dtype: str | None) -> dict[str, Tens
 def write_weights(
     weights: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Write a safetensors file, whose header gets metadata and the hash of the tensors."""
+    """Write a safetensors file, whose header gets metadata and the hash of the tensors.
+
+    Raises:
+        OSError: it cannot be written, such as to a full disk.
+    """
     # safetensors only stores contiguous tensors.
     whole = {name: value.detach().contiguous() for name, value in weights.items()}
-    save_file(whole, path, {"format": "pt", **(metadata or {}), **file_header.HASHES})
+    try:
+        save_file(whole, path, {"format": "pt", **(metadata or {}), **file_header.HASHES})
+    except SafetensorError as error:
+        raise OSError(first_line(error)) from error
     file_header.write_header(path)
 
 

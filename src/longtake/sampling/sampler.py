@@ -224,7 +224,7 @@ class Sampler:
         """
         parts, streams = self.components, self.streams(bucket)
         shape = fitting_shape(parts, self.recipe, bucket)
-        refuse_unused_guidance(parts, settings)
+        refuse_wrong_settings(parts, settings)
         # Drawn on the CPU from each request's seed, so that it is equal on any device.
         generators = [torch.Generator().manual_seed(request.seed) for request in requests]
         noise = torch.stack([torch.randn(tuple(shape), generator=each) for each in generators])
@@ -290,11 +290,6 @@ class Sampler:
         shift, streams = self.shift(settings, bucket), self.streams(bucket)
         terminal = self.components.shift_rule(settings.shift).terminal
         if streams is not None and self.components.defaults.audio_shift != 1:
-            if settings.solver != "euler":
-                raise RecipeError(
-                    f'The solver "{settings.solver}" takes the same sigmas for video and audio, '
-                    'which have their own here. Set sampling.solver = "euler".'
-                )
             sigmas = build_sigmas(steps, shift, terminal)
             velocity = self._at_own_sigmas(velocity, streams, sigmas)
         given = velocity, noise[part], steps, shift, settings.solver, on_part_step
@@ -493,19 +488,24 @@ def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> 
     try:
         for each in preset.groups():
             fitting_shape(components, recipe, each.bucket)
-            refuse_unused_guidance(components, each.settings)
+            refuse_wrong_settings(components, each.settings)
     except RecipeError as error:
         reason = str(error).removeprefix("data.buckets: ")
         raise RecipeError(f"Preset {preset.name}: {reason}") from None
 
 
-def refuse_unused_guidance(components: Components, settings: SamplingSection) -> None:
-    """Refuse a negative prompt, or a scale for the second expert, that would have no effect.
+def refuse_wrong_settings(components: Components, settings: SamplingSection) -> None:
+    """Refuse a negative prompt or scale without effect, and a solver that the sound does not fit.
 
     Raises:
-        RecipeError: the model has distilled guidance, the scale makes no second pass, or there is
-            no second expert.
+        RecipeError: the model has distilled guidance, the scale makes no second pass, there is no
+            second expert, or the sound has sigmas of its own and the solver is not Euler's.
     """
+    if components.defaults.audio_shift != 1 and settings.solver != "euler":
+        raise RecipeError(
+            f'The solver "{settings.solver}" takes the same sigmas for video and audio, which have '
+            'their own here. Set sampling.solver = "euler".'
+        )
     scale, second = guidance_scale(components, settings), settings.guidance_scale_2
     if second is not None and components.experts is None:
         raise RecipeError(
