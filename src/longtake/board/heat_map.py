@@ -142,7 +142,10 @@ class _Scale:
 
 
 def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Iterator[Markup]:
-    """Yield parts of a heat map; a wide page shows them side by side, a narrow one in a column."""
+    """Yield parts of a heat map; a wide page shows them side by side, a narrow one in a column.
+
+    Each part has `columns` hosts per row with `across` cells, labelled by row.
+    """
     across = max((len(node.ranks) for node in nodes), default=1) or 1
     if across <= _NARROW and len(nodes) > _MANY_HOSTS:
         rows, columns, size = _DOWN, _ACROSS, 12
@@ -153,32 +156,17 @@ def _blocks(nodes: Sequence[NodeNow], measure: RankNumber, scale: _Scale) -> Ite
         if len(nodes) <= 16 and across <= 16:
             size = 24
     for first in range(0, len(nodes), rows * columns):
-        yield _block(nodes[first : first + rows * columns], across, columns, size, measure, scale)
-
-
-def _block(
-    nodes: Sequence[NodeNow],
-    across: int,
-    columns: int,
-    size: int,
-    measure: RankNumber,
-    scale: _Scale,
-) -> Markup:
-    """Draw a part of a heat map: `columns` hosts per row with `across` cells, labelled by row."""
-    label, parts = _label_width(nodes), []
-    for place, node in enumerate(nodes):
-        row, column = divmod(place, columns)
-        if not column:
-            parts.append(_host_label(node, label, row * size + size / 2 + 4))
-        for local, rank in enumerate(sorted(node.ranks, key=lambda each: each.local_rank)):
-            x = label + (column * across + local) * size
-            parts.append(_cell(x, row * size, size, rank, node, measure, scale))
-    height = -(-len(nodes) // columns) * size
-    return svg.picture(label + columns * across * size + 1, height, "".join(parts), "heat")
-
-
-def _label_width(nodes: Sequence[NodeNow]) -> float:
-    return 18 + 6.5 * min(18, max(len(node.host) for node in nodes))
+        block, parts = nodes[first : first + rows * columns], list[str]()
+        label = 18 + 6.5 * min(18, max(len(node.host) for node in block))
+        for place, node in enumerate(block):
+            row, column = divmod(place, columns)
+            if not column:
+                parts.append(_host_label(node, label, row * size + size / 2 + 4))
+            for local, rank in enumerate(sorted(node.ranks, key=lambda each: each.local_rank)):
+                x = label + (column * across + local) * size
+                parts.append(_cell(x, row * size, size, rank, node, measure, scale))
+        width, height = columns * across * size, -(-len(block) // columns) * size
+        yield svg.picture(label + width + 1, height, "".join(parts), "heat")
 
 
 def _host_label(node: NodeNow, right: float, y: float) -> str:

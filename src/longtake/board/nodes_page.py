@@ -255,10 +255,17 @@ def _table(nodes: Sequence[NodeNow], columns: Sequence[str], health: Health) -> 
     rows = [_node_row(node, columns, health) for node in nodes[:_MOST_ROWS]]
     marked = [row for row in rows if row.is_marked]
     is_long = len(rows) > 24
+    usual = []
+    for name, percent in (("median", 50), ("5 %", 5), ("95 %", 95)) if len(nodes) > 2 else ():
+        cells = []
+        for label in columns:
+            values = [node.numbers[label] for node in nodes if label in node.numbers]
+            cells.append(COLUMNS[label].text(float(np.percentile(values, percent))))
+        usual.append((name, cells))
     return {
         "rows": marked[:_MOST_MARKED] if is_long else rows,
         "rest": rows if is_long else [],
-        "usual": _usual(nodes, columns) if len(nodes) > 2 else [],
+        "usual": usual,
         "num_left": max(0, len(nodes) - _MOST_ROWS),
     }
 
@@ -272,17 +279,6 @@ def _node_row(node: NodeNow, columns: Sequence[str], health: Health) -> NodeRow:
     is_marked = is_bad or bool(flagged) or any(each for _, each in cells)
     state = state_words(node.state, node.silent_seconds)
     return NodeRow(node.host, state, is_bad, cells, is_marked)
-
-
-def _usual(nodes: Sequence[NodeNow], columns: Sequence[str]) -> list[tuple[str, list[str]]]:
-    rows = []
-    for name, percent in (("median", 50), ("5 %", 5), ("95 %", 95)):
-        cells = []
-        for label in columns:
-            values = [node.numbers[label] for node in nodes if label in node.numbers]
-            cells.append(COLUMNS[label].text(float(np.percentile(values, percent))))
-        rows.append((name, cells))
-    return rows
 
 
 # --- Over time --------------------------------------------------------------------------------

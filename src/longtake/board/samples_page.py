@@ -191,11 +191,20 @@ def _row(
     scene = preset.scenes[number]
     cells = [_cell(facts, links, preset, number, step) for step in steps]
     height, width = (preset.setting(name, scene) for name in ("height", "width"))
+    # The input pictures' files are named by the number of their prompt, as the videos are.
+    files = (each.files[scene] for each in preset.results if scene in each.files)
+    prompt, pictures = next(files, "").partition("_")[0], []
+    for name, _ in scene.pictures if prompt.isdecimal() else ():
+        path = f"evaluations/{preset.name}/pictures/{int(prompt):02d}_{name}.png"
+        # The name is that of a record, and must not lead out of the folder.
+        is_there = "/" not in name and (preset.run.path / path).is_file()
+        if is_there and (url := links.media(facts.name, path)):
+            pictures.append({"name": name, "url": url})
     return {
         "number": number,
         "prompt": _shown_prompt(scene),
         "note": scene.note,
-        "pictures": _pictures(facts, links, preset, scene),
+        "pictures": pictures,
         "cells": cells,
         "size": cell_size(height, width, _CELL_SIDE),
     }
@@ -236,23 +245,6 @@ def _cell(facts: RunFacts, links: PageLinks, preset: SampledPreset, number: int,
     what = "only a still, as" if poster else "left out, as"
     missing = "" if url else f"{what} this page would be too large"
     return Cell(step, number, url, poster, is_video, missing)
-
-
-def _pictures(
-    facts: RunFacts, links: PageLinks, preset: SampledPreset, scene: Scene
-) -> list[dict[str, str]]:
-    """Return name and URL of each input picture with which a prompt was sampled."""
-    # Files are named by the number of their prompt.
-    files = (each.files[scene] for each in preset.results if scene in each.files)
-    number = next(files, "").partition("_")[0]
-    found = []
-    for name, _ in scene.pictures if number.isdecimal() else ():
-        path = f"evaluations/{preset.name}/pictures/{int(number):02d}_{name}.png"
-        # The name is that of a record, and must not lead out of the folder.
-        is_there = "/" not in name and (preset.run.path / path).is_file()
-        if is_there and (url := links.media(facts.name, path)):
-            found.append({"name": name, "url": url})
-    return found
 
 
 def _shown_prompt(scene: Scene) -> str:

@@ -152,6 +152,12 @@ def _stall(record: StallDiagnosis, facts: RunFacts, tree: StackTree | None) -> S
         ranks = [{"rank": rank, "host": "", "pid": 0} for rank in each.ranks]
         named = sentences.who("rank", ranks).partition(" (")[0] if ranks else "no rank"
         waiting.append(f"{named}: waiting for {each.doing}")
+    text = f"step {record.step:,}, {record.phase}"
+    seconds, limit = record.seconds, record.limit
+    if seconds is not None and limit is not None:
+        text += f"; alarm after {for_seconds(seconds)}, the limit being {for_seconds(limit)}"
+    if record.silent_nodes:
+        text += f"; no answer from {', '.join(record.silent_nodes[:8])}"
     return Stall(
         token=record.token,
         time=record.time,
@@ -160,7 +166,7 @@ def _stall(record: StallDiagnosis, facts: RunFacts, tree: StackTree | None) -> S
         sentence=record.sentence,
         cause=_cause(first) if first else "",
         clip=(first.clip_path or first.clip) if first else "",
-        facts=_facts(record),
+        facts=text,
         ended=_ended(record, cleared, done, is_open),
         is_open=is_open,
         done=done,
@@ -177,16 +183,6 @@ def _cause(suspect: Suspect) -> str:
     who = f"decode worker of {rank}" if suspect.role == "decode" else rank
     who = f"{suspect.host}: {who} (process {suspect.pid})"
     return f"{who} in {sentences.spelled(asdict(suspect))}" if suspect.function else who
-
-
-def _facts(record: StallDiagnosis) -> str:
-    text = f"step {record.step:,}, {record.phase}"
-    seconds, limit = record.seconds, record.limit
-    if seconds is not None and limit is not None:
-        text += f"; alarm after {for_seconds(seconds)}, the limit being {for_seconds(limit)}"
-    if record.silent_nodes:
-        text += f"; no answer from {', '.join(record.silent_nodes[:8])}"
-    return text
 
 
 def _ended(

@@ -36,7 +36,16 @@ def cost_report(cost: "RunCost") -> Iterator[RenderableType]:
     hours = f"{wall * per_hour:,.0f}"
     table.add_row("all", "", "", format_duration(wall), hours, "100.0%", "", style="bold")
     yield table
-    yield _describe_bytes(cost)
+    days, save = wall / _DAY_SECONDS, cost.save_bytes
+    sent = sum(stage.steps * stage.network_bytes for stage in cost.stages)
+    text = (
+        f"A save of {_amount(save)} is written in "
+        f"{format_short_duration(cost.saving.write)} while training continues "
+        f"({_amount(save / cost.saving.write)}/s: --storage). All saves write "
+        f"{_amount(cost.num_saves * save)}, {_amount(cost.num_saves * save / days)} a day; "
+        f"{_amount(cost.num_kept * save)} are kept ({plural(cost.num_kept, 'save')})."
+    )
+    yield text + (f" All ranks together send {_amount(sent / days)} a day." if sent else "")
     yield _describe_failures(cost)
 
 
@@ -67,19 +76,6 @@ def _rows(cost: "RunCost") -> Iterator[tuple[str, float, float, str]]:
             f"{format_duration(cost.saving.restart)} for the restart"
         )
         yield "failures", cost.num_failures, cost.lost_seconds, note
-
-
-def _describe_bytes(cost: "RunCost") -> str:
-    days, save = cost.wall_seconds / _DAY_SECONDS, cost.save_bytes
-    sent = sum(stage.steps * stage.network_bytes for stage in cost.stages)
-    text = (
-        f"A save of {_amount(save)} is written in "
-        f"{format_short_duration(cost.saving.write)} while training continues "
-        f"({_amount(save / cost.saving.write)}/s: --storage). All saves write "
-        f"{_amount(cost.num_saves * save)}, {_amount(cost.num_saves * save / days)} a day; "
-        f"{_amount(cost.num_kept * save)} are kept ({plural(cost.num_kept, 'save')})."
-    )
-    return text + (f" All ranks together send {_amount(sent / days)} a day." if sent else "")
 
 
 def _amount(num_bytes: float) -> str:

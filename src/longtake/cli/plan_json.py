@@ -9,7 +9,7 @@ from longtake.planner.record import blocks_by_option
 
 if TYPE_CHECKING:
     from longtake.config import SamplingSection
-    from longtake.planner.cost import RunCost, StageCost
+    from longtake.planner.cost import RunCost
     from longtake.planner.encoding import CacheForecast
     from longtake.planner.forecast import Forecast
     from longtake.planner.mesh import MeshForecast
@@ -211,9 +211,18 @@ def _cost(cost: "RunCost") -> dict[str, Any]:
         at_best = cost.at_best()
         minutes = at_best.saving.interval / 60
         best = {"minutes": _digits(minutes), "goodput": round(at_best.goodput, 5)}
+    seconds = ("compute_seconds", "exposed_seconds", "encoder_seconds", "sampling_seconds")
     return {
         "processes": cost.num_ranks,
-        "stages": [_stage_cost(stage) for stage in cost.stages],
+        "stages": [
+            {
+                **_facts(stage, "name", "steps", *seconds, "network_bytes"),
+                "save_interval_seconds": _digits(stage.failures.interval),
+                "lost_per_failure_seconds": _digits(stage.failures.lost_per_failure),
+                "goodput": round(stage.failures.goodput, 5),
+            }
+            for stage in cost.stages
+        ],
         "failures_per_day": cost.saving.failures_per_day,
         "failures": round(cost.num_failures, 3),
         "restart_seconds": _digits(cost.saving.restart),
@@ -225,16 +234,6 @@ def _cost(cost: "RunCost") -> dict[str, Any]:
         "gpu_hours": _digits(cost.wall_seconds * cost.num_ranks / _HOUR_SECONDS),
         "goodput": round(cost.goodput, 5),
         "best": best,
-    }
-
-
-def _stage_cost(stage: "StageCost") -> dict[str, Any]:
-    seconds = ("compute_seconds", "exposed_seconds", "encoder_seconds", "sampling_seconds")
-    return {
-        **_facts(stage, "name", "steps", *seconds, "network_bytes"),
-        "save_interval_seconds": _digits(stage.failures.interval),
-        "lost_per_failure_seconds": _digits(stage.failures.lost_per_failure),
-        "goodput": round(stage.failures.goodput, 5),
     }
 
 

@@ -31,7 +31,7 @@ from longtake.planner.words import (
 
 if TYPE_CHECKING:
     from longtake.planner.forecast import Forecast
-    from longtake.planner.mesh import CommCost, MeshForecast
+    from longtake.planner.mesh import MeshForecast
     from longtake.planner.phases import PhaseForecast
     from longtake.planner.report import PlanReport, StageForecast
 
@@ -433,7 +433,18 @@ def _mesh_report(mesh: "MeshForecast", processes: int, per_node: int) -> Iterato
         f"{processes} processes on {nodes} node{'s' * (nodes > 1)}: {held}. "
         f"Each GPU sends {mesh.links.node / _GB:g} GB/s within its node{beyond}."
     )
-    yield _mesh_table(mesh.sent)
+    table = plan_table("each rank sends", "among", "over", "GB a step", "takes", "exposed", "")
+    for row in mesh.sent:
+        table.add_row(
+            row.what,
+            str(row.ranks),
+            _LINKS[row.over],
+            f"{row.num_bytes / _GB:.3g}",
+            format_short_duration(row.seconds),
+            format_short_duration(row.exposed_seconds),
+            _SENT_WHEN[row.what],
+        )
+    yield table
     yield _describe_exposed(mesh)
     for change in mesh.advice:
         settings = escape(" ".join(f"--set {setting}" for setting in change.changes))
@@ -444,21 +455,6 @@ def _mesh_report(mesh: "MeshForecast", processes: int, per_node: int) -> Iterato
             f"[yellow]note[/yellow] The batch does not divide: {mesh.idle_share:.1%} of all "
             "places stay empty, and their ranks compute for nothing."
         )
-
-
-def _mesh_table(sent: "Sequence[CommCost]") -> Table:
-    table = plan_table("each rank sends", "among", "over", "GB a step", "takes", "exposed", "")
-    for row in sent:
-        table.add_row(
-            row.what,
-            str(row.ranks),
-            _LINKS[row.over],
-            f"{row.num_bytes / _GB:.3g}",
-            format_short_duration(row.seconds),
-            format_short_duration(row.exposed_seconds),
-            _SENT_WHEN[row.what],
-        )
-    return table
 
 
 def _describe_exposed(mesh: "MeshForecast") -> str:

@@ -231,8 +231,20 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
     title = f"{facts['of']}: {plural(count, 'process', 'processes')} {where}"
     tree = Tree(Text(title, style="bold"), guide_style="dim")
     # groupby joins neighbours only; `group_processes` has sorted by role.
-    for role, groups in groupby(facts["groups"], key=lambda each: str(each["role"])):
-        _add_role(tree, role, list(groups))
+    for role, of_role in groupby(facts["groups"], key=lambda each: str(each["role"])):
+        groups = list(of_role)
+        count = sum(each["count"] for each in groups)
+        head = Text(f"{count} {sentences.ROLES[role][count != 1]}", style="bold")
+        # Calls that all groups share are printed once, then where they differ.
+        if shared := _shared(groups) if len(groups) > 1 else 0:
+            call = sentences.spelled(groups[0]["stack"][-shared])
+            head.append(f", all in {call}", style="not bold")
+        branch = tree.add(head)
+        for each in groups[:_MOST_GROUPS]:
+            _add_group(branch, each, shared)
+        if left := groups[_MOST_GROUPS:]:
+            count = sum(each["count"] for each in left)
+            branch.add(Text(f"{count} more, in {len(left)} further places", style="dim"))
     for each in facts["missing"]:
         tree.add(
             Text(
@@ -244,20 +256,6 @@ def print_stacks(console: Console, facts: Mapping[str, Any]) -> None:
         tree.add(Text(f"{host}: its watcher lives, but did not answer within 10 s", style="red"))
     console.print(tree)
     console.print("[dim]Innermost calls first; some of libraries are left out (--json: all).[/dim]")
-
-
-def _add_role(tree: Tree, role: str, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Print stacks of all processes of a role: shared calls once, then where they differ."""
-    count = sum(each["count"] for each in groups)
-    title = Text(f"{count} {sentences.ROLES[role][count != 1]}", style="bold")
-    if shared := _shared(groups) if len(groups) > 1 else 0:
-        title.append(f", all in {sentences.spelled(groups[0]['stack'][-shared])}", style="not bold")
-    branch = tree.add(title)
-    for each in groups[:_MOST_GROUPS]:
-        _add_group(branch, each, shared)
-    if left := groups[_MOST_GROUPS:]:
-        number = sum(each["count"] for each in left)
-        branch.add(Text(f"{number} more, in {len(left)} further places", style="dim"))
 
 
 def _shared(groups: Sequence[Mapping[str, Any]]) -> int:

@@ -217,11 +217,12 @@ def measure_links(context: CheckContext) -> Facts:
     """Measure MB/s of links to neighbour nodes, of an all-reduce over all ranks and in the node."""
     index = context.process.local_rank
     with torch.cuda.device(index) if _has_nccl() else nullcontext():  # it is per thread
-        facts: Facts = {
-            "to": {},
-            "all": _all_reduce(None),
-            "within": _within_node(context),
-        }
+        facts: Facts = {"to": {}, "all": _all_reduce(None), "within": None}
+        # With one process per node there is nothing to measure within a node.
+        for ranks in context.ranks if context.process.world_size > len(context.hosts) else ():
+            group = dist.new_group(list(ranks))  # all processes have to make each group
+            if context.process.rank in ranks and len(ranks) > 1:
+                facts["within"] = _all_reduce(group)
         if context.process.rank not in context.leaders:
             return facts
         own = context.leaders.index(context.process.rank)
@@ -332,16 +333,6 @@ def _all_reduce(group: dist.ProcessGroup | None) -> float:
     _synchronize(load)
     seconds = (time.perf_counter() - begun) / _NUM_ALL_REDUCES
     return 2 * (size - 1) / size * 4 * len(load) / 1e6 / seconds
-
-
-def _within_node(context: CheckContext) -> float | None:
-    """Return the all-reduce bandwidth in MB/s among this node's processes; None if it has one."""
-    found = None
-    for ranks in context.ranks if context.process.world_size > len(context.hosts) else ():
-        group = dist.new_group(list(ranks))  # all processes have to make each group
-        if context.process.rank in ranks and len(ranks) > 1:
-            found = _all_reduce(group)
-    return found
 
 
 def _synchronize(load: torch.Tensor) -> None:

@@ -266,7 +266,14 @@ def measure_compute(context: CheckContext) -> Facts:
         return {"on": "none"}
     # torchrun sets OMP_NUM_THREADS=1 for several processes; the node is to be measured.
     torch.set_num_threads(process.num_cores())
-    return {"on": "CPU", "tflops": _cpu_tflops()}
+    left, right = (torch.rand(_CPU_SIZE, _CPU_SIZE) for _ in range(2))
+    left @ right  # the first product starts threads and allocates
+    taken, end = [], time.perf_counter() + _CPU_SECONDS
+    while time.perf_counter() < end:
+        begun = time.perf_counter()
+        left @ right
+        taken.append(time.perf_counter() - begun)
+    return {"on": "CPU", "tflops": 2 * _CPU_SIZE**3 / median(taken) / 1e12}
 
 
 def judge_compute(facts: FactsByNode) -> CheckResult:
@@ -284,17 +291,6 @@ def judge_compute(facts: FactsByNode) -> CheckResult:
         if on == "GPU" and not rates:
             result.skip("matrix products on GPUs", "no GPU")
     return result
-
-
-def _cpu_tflops() -> float:
-    left, right = (torch.rand(_CPU_SIZE, _CPU_SIZE) for _ in range(2))
-    left @ right  # the first product starts threads and allocates
-    taken, end = [], time.perf_counter() + _CPU_SECONDS
-    while time.perf_counter() < end:
-        begun = time.perf_counter()
-        left @ right
-        taken.append(time.perf_counter() - begun)
-    return 2 * _CPU_SIZE**3 / median(taken) / 1e12
 
 
 def _gpu_tflops(device: torch.device) -> float:

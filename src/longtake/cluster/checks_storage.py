@@ -157,7 +157,13 @@ def measure_disk_space(context: CheckContext) -> Facts:
         folders["run directory"] = context.recipe.out
         if context.recipe.data.cache is not None:
             folders["data.cache"] = context.recipe.data.cache
-    facts: Facts = {"folders": {name: _free(path) for name, path in folders.items()}}
+    facts: Facts = {"folders": {}}
+    for name, path in folders.items():
+        # The folder may not exist yet: its nearest parent is on the same disk.
+        there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
+        space = disk_space(there)
+        free, files = space["disk_free_bytes"], space.get("disk_free_inodes", -1)
+        facts["folders"][name] = {"bytes": int(free), "files": int(files)}
     if context.recipe is not None and context.process.is_first:
         keep = context.recipe.checkpoint.keep
         facts["checkpoint"] = {**_checkpoint_size(context.recipe), "keep": keep}
@@ -199,35 +205,27 @@ def _judge_folder(name: str, free: dict[str, dict[str, int]], needed: int | None
     return result
 
 
-def _free(path: Path) -> dict[str, int]:
-    # The folder may not exist yet: its nearest parent is on the same disk.
-    folder = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    space = disk_space(folder)
-    return {"bytes": int(space["disk_free_bytes"]), "files": int(space.get("disk_free_inodes", -1))}
-
-
 def _checkpoint_size(recipe: Recipe) -> dict[str, int | str | None]:
-    """Return a checkpoint's size in bytes, None if unknown, and the source of that number."""
+    """Return a checkpoint's size in bytes, None if unknown, and the source of that number.
+
+    The size of the newest checkpoint; before the first one an upper bound: the weights, averages
+    and optimizer states of the recipe's model.
+    """
     run = RunDirectory(recipe.out)
     if steps := run.checkpoint_steps():
         files = run.checkpoint_path(steps[-1]).rglob("*")
         found = sum(path.stat().st_size for path in files if path.is_file())
         return {"bytes": found, "source": f"the checkpoint of step {steps[-1]}"}
     try:
-        return {"bytes": _predict_checkpoint(recipe), "source": "predicted from the model"}
+        from longtake.models.components import outline
+        from longtake.models.trainable import trained_state
+
+        num_weights = sum(value.numel() for value in trained_state(outline(recipe).model).values())
     except (LongtakeError, OSError, ImportError) as error:
         return {"bytes": None, "source": first_line(error)}
-
-
-def _predict_checkpoint(recipe: Recipe) -> int:
-    """Predict an upper bound of a checkpoint's bytes: weights, averages and optimizer states."""
-    from longtake.models.components import outline
-    from longtake.models.trainable import trained_state
-
-    num_weights = sum(value.numel() for value in trained_state(outline(recipe).model).values())
     num_copies = 1 + len(recipe.ema.averages())
     per_weight = _BYTES_IN_FP32 * num_copies + _OPTIMIZER_BYTES.get(recipe.optimizer.kind, 8)
-    return num_weights * per_weight
+    return {"bytes": num_weights * per_weight, "source": "predicted from the model"}
 
 
 # --- Run directory: rank 0 leaves a file in it, which all other nodes must see --------------------

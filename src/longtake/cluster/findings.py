@@ -436,21 +436,19 @@ def _differences(differences: Sequence[Mapping[str, Any]]) -> RenderableType:
     for group, some in groupby(differences, key=lambda each: str(each["group"])):
         rows = list(some)
         for each in rows[:_MAX_ROWS]:
-            _add_difference(table, group, each)
+            values, majority = each["values"], each["majority"]
+            others = [value for value in values if value != majority]
+            for number, value in enumerate(others[:_MAX_NAMED]):
+                name, most = f"{group}: {each['name']}", "-" if majority is None else majority
+                first = (name, most) if number == 0 else ("", "")
+                table.add_row(*map(escape, (*first, value, fold_hosts(values[value]))))
+            if left := others[_MAX_NAMED:]:
+                nodes = [node for value in left for node in values[value]]
+                said = f"[dim]{len(nodes)} more values[/dim]"
+                table.add_row("", "", said, escape(fold_hosts(nodes)))
         if len(rows) > _MAX_ROWS:
             table.add_row(f"[dim]{len(rows) - _MAX_ROWS} more of {escape(group)} (--json)[/dim]")
     return table
-
-
-def _add_difference(table: Table, group: str, each: Mapping[str, Any]) -> None:
-    others = [value for value in each["values"] if value != each["majority"]]
-    majority = "-" if each["majority"] is None else each["majority"]
-    for number, value in enumerate(others[:_MAX_NAMED]):
-        first = (f"{group}: {each['name']}", majority) if number == 0 else ("", "")
-        table.add_row(*map(escape, (*first, value, fold_hosts(each["values"][value]))))
-    if len(others) > _MAX_NAMED:
-        nodes = [node for value in others[_MAX_NAMED:] for node in each["values"][value]]
-        table.add_row("", "", f"[dim]{len(nodes)} more values[/dim]", escape(fold_hosts(nodes)))
 
 
 def _commands(differences: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -216,19 +216,14 @@ class CheckpointEvaluator:
         return self._evaluate(task, sampler, folder, progress, watch)
 
     def _load(self, task: EvaluationTask) -> Sampler:
-        """Return a sampler of the task's checkpoint, shared by presets of the same weights."""
+        """Return a sampler of the task's checkpoint, shared by presets of the same weights.
+
+        The loader is that of the task's run and its current recipe; it replaces any other.
+        """
         weights = task.run, task.step, task.key, task.preset.weights
         if self._loaded is not None and self._loaded[0] != weights:
             self._loaded = None  # its model is about to be overwritten
-        loader = self._loader_of(task.run)
-        if self._loaded is None:
-            self._loaded = weights, loader.load(task.checkpoint, task.preset.weights)
-        loader.check(task.preset)
-        return self._loaded[1]
-
-    def _loader_of(self, run: RunDirectory) -> SamplerLoader:
-        """Return the loader of samplers for a run and its current recipe; it replaces any other."""
-        recipe = pending.target_version(run.recipe_path)
+        run, recipe = task.run, pending.target_version(task.run.recipe_path)
         if self._loader is None or self._loader.run != run or self._recipe_read != recipe:
             # Both are freed before the next model is loaded: two may not fit into memory.
             self._loader, self._loaded, self._recipe_read = None, None, recipe
@@ -241,7 +236,10 @@ class CheckpointEvaluator:
                 self._on_device(self._loader.device.type)
                 self._on_device = None
             self._evaluate.forget_held_out()
-        return self._loader
+        if self._loaded is None:
+            self._loaded = weights, self._loader.load(task.checkpoint, task.preset.weights)
+        self._loader.check(task.preset)
+        return self._loaded[1]
 
 
 class _Stopwatch:

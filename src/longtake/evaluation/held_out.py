@@ -96,31 +96,23 @@ class HeldOut:
 
         With `flow.sigma_range`, or an expert of two, the sigmas are spread over the trained range.
         """
+        if not self.encoded:
+            self.encoded += _encode(self.clips, self.recipe.data, sampler, on_batch)
+        # Clips of a batch have one shape.
+        by_bucket: dict[Bucket, list[Encoded]] = {}
+        for (_, bucket), encoded in zip(self.clips, self.encoded, strict=True):
+            by_bucket.setdefault(bucket, []).append(encoded)
         found: dict[str, float] = {}
         low, high = sampler.components.sigma_range(self.recipe.flow)
         for sigma in (low + each * (high - low) for each in SIGMAS):
             losses = [
                 loss
-                for batch in self._batches(sampler, batch_size, on_batch)
-                for loss in _losses(sampler, batch, sigma, on_batch)
+                for same in by_bucket.values()
+                for place in range(0, len(same), batch_size)
+                for loss in _losses(sampler, same[place : place + batch_size], sigma, on_batch)
             ]
             found[f"{sigma:g}"] = sum(losses) / len(losses)
         return {**found, "mean": sum(found.values()) / len(found)}
-
-    def _batches(
-        self, sampler: Sampler, size: int, on_batch: Callable[[], None] | None
-    ) -> list[list[Encoded]]:
-        """Return the encoded held-out clips in batches; clips of a batch have one shape."""
-        if not self.encoded:
-            self.encoded += _encode(self.clips, self.recipe.data, sampler, on_batch)
-        by_bucket: dict[Bucket, list[Encoded]] = {}
-        for (_, bucket), encoded in zip(self.clips, self.encoded, strict=True):
-            by_bucket.setdefault(bucket, []).append(encoded)
-        return [
-            same[place : place + size]
-            for same in by_bucket.values()
-            for place in range(0, len(same), size)
-        ]
 
 
 def _refuse_trained(catalog: Catalog, recipe: Recipe, run: RunDirectory) -> None:

@@ -266,7 +266,14 @@ class Mirror:
         """Send evaluation results to the source, scores.json last; only if any are new."""
         with self._folder.writing():
             folder, there = EvaluationDirectory(run.mirror).path, run.below("evaluations")
-            found = _pushed_files(folder)
+            # Size and modification time of each file that may have to be sent.
+            found: dict[Path, tuple[int, int]] = {}
+            for parent, folders, names in os.walk(folder):
+                folders[:] = [name for name in folders if name != "claims" and name[0] != "."]
+                # The heartbeat changes each second, and would cause a push at each look.
+                for path in (Path(parent) / name for name in names if name != "heartbeat.json"):
+                    with suppress(FileNotFoundError):  # superseded, or renamed, just now
+                        found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
             if found == self._pushed.get(run.mirror, {}):
                 return
             self._transport.send(folder, there, result_rules(folder))
@@ -382,15 +389,3 @@ def _is_incomplete(folder: Path) -> bool:
     # Part by part: COMMITTED also lists the optimizer's files, which are not pulled.
     parts = {name.partition("/")[0] + "/" * ("/" in name) for name in names} - {"optimizer/"}
     return any(find_damage(folder, checksums=False, within=part) for part in sorted(parts))
-
-
-def _pushed_files(top: Path) -> dict[Path, tuple[int, int]]:
-    """Return size and modification time of each evaluation file that may have to be sent."""
-    found = {}
-    for folder, folders, names in os.walk(top):
-        folders[:] = [name for name in folders if name != "claims" and name[0] != "."]
-        # The heartbeat changes each second, and would cause a push at each look.
-        for path in (Path(folder) / name for name in names if name != "heartbeat.json"):
-            with suppress(FileNotFoundError):  # superseded, or renamed, just now
-                found[path] = (path.stat().st_size, path.stat().st_mtime_ns)
-    return found

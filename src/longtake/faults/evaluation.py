@@ -526,7 +526,17 @@ def tracker_down(site: TrainingSite, evidence: Evidence) -> None:
                 break
         process.finish()
     rows_before = reader.Cursor.load(evaluation_dir.cursor_path(run, "wandb")).rows
-    _follow_offline(run)
+    # The run's tracking process, which would retry for a minute, makes way for one that writes
+    # W&B's offline files.
+    writer = lease.newest(evaluation_dir.writer_path(run))
+    until = time.monotonic() + _LONGEST_FOLLOWER_SECONDS
+    if writer is not None and writer["ended"] is None and lease.is_alive(writer):
+        os.kill(writer["pid"], signal.SIGTERM)
+        while lease.is_alive(writer) and time.monotonic() < until:
+            time.sleep(0.1)
+    follower = Follower(run, "trainer", TrackingSection(wandb="offline"))
+    follower.start()
+    follower.close(_LONGEST_FOLLOWER_SECONDS)
     evidence.expect(seen is not None, "nothing reports that W&B cannot be reached")
     _expect_tracked(evidence, rows_before)
     evidence.expect_undisturbed()
@@ -535,21 +545,6 @@ def tracker_down(site: TrainingSite, evidence: Evidence) -> None:
         "The run is bitwise the undisturbed one; TensorBoard has every row, and so has W&B since "
         "it can be written to."
     )
-
-
-def _follow_offline(run: RunDirectory) -> None:
-    """End the run's tracking process, and start one that writes W&B's offline files."""
-    writer, until = (
-        lease.newest(evaluation_dir.writer_path(run)),
-        time.monotonic() + _LONGEST_FOLLOWER_SECONDS,
-    )
-    if writer is not None and writer["ended"] is None and lease.is_alive(writer):
-        os.kill(writer["pid"], signal.SIGTERM)  # it would retry for a minute
-        while lease.is_alive(writer) and time.monotonic() < until:
-            time.sleep(0.1)
-    follower = Follower(run, "trainer", TrackingSection(wandb="offline"))
-    follower.start()
-    follower.close(_LONGEST_FOLLOWER_SECONDS)
 
 
 def _expect_tracked(evidence: Evidence, rows_before: int) -> None:

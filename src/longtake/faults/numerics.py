@@ -111,8 +111,15 @@ def rolled_back(
     _expect_rollback(evidence, inject.at, reason, within_steps)
     _expect_named(evidence, *names)
     if not evidence.complaints:
-        begins = told.format(steps=evidence.detected_steps)
-        evidence.message = f"{begins}: {_rollback_message(evidence)}"
+        (rollback,) = site.run.rollbacks()
+        first, end = rollback["skipped"]
+        evidence.message = (
+            f"{told.format(steps=evidence.detected_steps)}: "
+            f"{guard_reports(site.run)[0]['message']} It rolled back from step "
+            f"{rollback['from_step']} to the checkpoint of step {rollback['to_step']}, excluded "
+            f"batches {first} to {end - 1}, and ended with "
+            f"{_relative_end_loss(evidence):.2f} times the undisturbed run's loss."
+        )
 
 
 def _train(site: TrainingSite, inject: Injection, *changes: str, ranks: int = 1) -> None:
@@ -213,15 +220,3 @@ def _expect_named(evidence: expect.Evidence, *wanted: str) -> str:
     for name in wanted:
         evidence.expect(name in said, f"the message does not name {name}: {said}")
     return said
-
-
-def _rollback_message(evidence: expect.Evidence) -> str:
-    run = evidence.site.run
-    (rollback,) = run.rollbacks()
-    first, end = rollback["skipped"]
-    return (
-        f"{guard_reports(run)[0]['message']} It rolled back from step "
-        f"{rollback['from_step']} to the checkpoint of step {rollback['to_step']}, excluded "
-        f"batches {first} to {end - 1}, and ended with "
-        f"{_relative_end_loss(evidence):.2f} times the undisturbed run's loss."
-    )

@@ -117,7 +117,19 @@ class Clock(HealthProbe):
             self._last_step = change / 1e9
             self._changes.append(ClockStepped(self._last_step))
         self._last = now
-        self._look_for_slew(now)
+        point = self._point(now, self._stepped_ns)
+        if point[0] - self._points[-1][0] < _SLEW_SECONDS * 1e9:
+            return
+        self._points.append(point)
+        rates = self._rates()
+        if self._slewing_since is not None:
+            if abs(rates[-1]) < _SLEW_OVER_PPM:
+                self._changes.append(ClockSteady((point[1] - self._slewing_since[1]) / 1e9))
+                self._slewing_since = None
+        elif len(rates) == _SLEW_SPANS and (min(rates) > SLEW_PPM or max(rates) < -SLEW_PPM):
+            first = self._slewing_since = self._points[0]
+            ppm = (point[1] - first[1]) / (point[0] - first[0]) * 1e6
+            self._changes.append(ClockSlewed(ppm, (point[1] - first[1]) / 1e9))
 
     def sample(self) -> Numbers:
         self.look()
@@ -151,21 +163,6 @@ class Clock(HealthProbe):
     def _point(self, now: Clocks, stepped_ns: int) -> tuple[int, int]:
         # Steps are subtracted, as a step would look like a large slew.
         return now.raw_ns, now.real_ns - stepped_ns - now.raw_ns
-
-    def _look_for_slew(self, now: Clocks) -> None:
-        point = self._point(now, self._stepped_ns)
-        if point[0] - self._points[-1][0] < _SLEW_SECONDS * 1e9:
-            return
-        self._points.append(point)
-        rates = self._rates()
-        if self._slewing_since is not None:
-            if abs(rates[-1]) < _SLEW_OVER_PPM:
-                self._changes.append(ClockSteady((point[1] - self._slewing_since[1]) / 1e9))
-                self._slewing_since = None
-        elif len(rates) == _SLEW_SPANS and (min(rates) > SLEW_PPM or max(rates) < -SLEW_PPM):
-            first = self._slewing_since = self._points[0]
-            ppm = (point[1] - first[1]) / (point[0] - first[0]) * 1e6
-            self._changes.append(ClockSlewed(ppm, (point[1] - first[1]) / 1e9))
 
     def _rates(self) -> list[float]:
         return [(b[1] - a[1]) / (b[0] - a[0]) * 1e6 for a, b in pairwise(self._points)]

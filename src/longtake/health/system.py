@@ -225,12 +225,6 @@ class DiskProbe(HealthProbe):
         self._folder, self._spaces = folder, dict(spaces)
 
     def sample(self) -> Numbers:
-        found = self._latency()
-        for name, folder in self._spaces.items():
-            found |= {f"{each}:{name}": value for each, value in disk_space(folder).items()}
-        return found
-
-    def _latency(self) -> Numbers:
         path = self._folder / f".disk_probe.{os.getpid()}"
         found: Numbers = {"disk_is_full:run": 0.0, "disk_is_failing:run": 0.0}
         try:
@@ -242,6 +236,8 @@ class DiskProbe(HealthProbe):
         finally:
             with suppress(OSError):
                 path.unlink(missing_ok=True)
+        for name, folder in self._spaces.items():
+            found |= {f"{each}:{name}": value for each, value in disk_space(folder).items()}
         return found
 
 

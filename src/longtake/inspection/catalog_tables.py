@@ -50,15 +50,6 @@ def print_show(console: Console, result: Mapping[str, Any]) -> None:
 def print_catalog(console: Console, facts: Mapping[str, Any], name: str = "") -> None:
     called = f"Catalog {name}: {facts['catalog']}" if name else f"Catalog {facts['catalog']}"
     _title(console, called)
-    _print(console, f"{_clips_sentence(facts)}\n")
-    _print(console, _properties(facts))
-    if facts["clips"]:
-        _print(console, _spreads(facts))
-    if facts["reject_reasons"]:
-        _print(console, _rejections(facts))
-
-
-def _clips_sentence(facts: Mapping[str, Any]) -> str:
     count, seconds = facts["clips"], facts["hours"] * 3600
     parts = [
         f"{plural(count, 'clip')}: {plural(facts['videos'], 'video')} ({format_duration(seconds)}, "
@@ -68,7 +59,20 @@ def _clips_sentence(facts: Mapping[str, Any]) -> str:
         f"{plural(facts['duplicates'], 'duplicate')} left out, "
         f"{plural(len(facts['rejected']), 'file')} rejected",
     ]
-    return "; ".join(parts) + "."
+    _print(console, f"{'; '.join(parts)}.\n")
+    _print(console, _properties(facts))
+    if facts["clips"]:
+        _print(console, _spreads(facts))
+    if reasons := facts["reject_reasons"]:
+        table = _table("files", "rejected because", "such as")
+        table.columns[0].justify = "right"
+        first = {entry["reason"]: entry["path"] for entry in reversed(facts["rejected"])}
+        for reason, number in list(reasons.items())[:MOST_ROWS]:
+            table.add_row(_number(number), escape(reason), escape(_short(first[reason])))
+        if len(reasons) > MOST_ROWS:
+            rest = sum(list(reasons.values())[MOST_ROWS:])
+            table.add_row(_number(rest), f"{len(reasons) - MOST_ROWS} other reasons (--json)", "")
+        _print(console, table)
 
 
 def _properties(facts: Mapping[str, Any]) -> Table:
@@ -122,19 +126,6 @@ def _spreads(facts: Mapping[str, Any]) -> Table:
         if spread["known"]:
             label = escape(name.replace("_", " "))
             table.add_row(label, _number(spread["known"]), *(_number(spread[key]) for key in keys))
-    return table
-
-
-def _rejections(facts: Mapping[str, Any]) -> Table:
-    table = _table("files", "rejected because", "such as")
-    table.columns[0].justify = "right"
-    first = {entry["reason"]: entry["path"] for entry in reversed(facts["rejected"])}
-    reasons = facts["reject_reasons"]
-    for reason, count in list(reasons.items())[:MOST_ROWS]:
-        table.add_row(_number(count), escape(reason), escape(_short(first[reason])))
-    if len(reasons) > MOST_ROWS:
-        rest = sum(list(reasons.values())[MOST_ROWS:])
-        table.add_row(_number(rest), f"{len(reasons) - MOST_ROWS} other reasons (--json)", "")
     return table
 
 

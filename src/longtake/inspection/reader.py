@@ -194,7 +194,12 @@ class RunList:
     def _summary(self, folder: Path, path: Path) -> RunSummary:
         run = RunDirectory(path)
         records = [run.recipe_path, run.record_path, run.events_path, run.metrics_path]
-        records += [run.rollbacks_path, run.lease_path, *_newest_results(path / "evaluations")]
+        records += [run.rollbacks_path, run.lease_path]
+        # Of each preset its folder, and the newest result with its scores.
+        for preset in _entries(path / "evaluations"):
+            steps = (each for each in _entries(preset) if each.name[:5] == "step_")
+            newest = max(steps, default=preset)
+            records += [preset, newest, newest / "scores.json"]
         version = _versions(records)
         known = self._known.get(path)
         # Only of ended runs: others become silent or stalled without a change of their files.
@@ -203,17 +208,6 @@ class RunList:
         summary = summarize(folder, path)
         self._known[path] = version, summary
         return summary
-
-
-def _newest_results(evaluations: Path) -> list[Path]:
-    """Return the folders of a run's presets, and of each preset's newest result with its scores."""
-    found = list[Path]()
-    for preset in _entries(evaluations):
-        newest = max(
-            (each for each in _entries(preset) if each.name[:5] == "step_"), default=preset
-        )
-        found += [preset, newest, newest / "scores.json"]
-    return found
 
 
 def _entries(folder: Path) -> list[Path]:

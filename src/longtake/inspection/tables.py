@@ -78,8 +78,16 @@ def print_steps(console: Console, facts: Mapping[str, Any]) -> None:
         _print(console, "[dim]Pale rows were abandoned: the run went back to before them.[/dim]")
     for event in facts["events"]:
         _print(console, f"  {format_time(event['time'])}  {escape(said(event))}")
-    if facts["report"] is not None:
-        _print_report(console, facts["report"])
+    if (report := facts["report"]) is not None:
+        verdict, of = report["verdict"], f"step {report['step']}, batch {report['batch']}"
+        title = escape(f"The guard at {of}: {_words(verdict['kind'])}")
+        _print(console, f"\n[bold]{title}[/bold]")
+        _print(console, f"  {escape_lines(verdict['message'])}")
+        if verdict["reason"] not in ("", "non_finite", "spike"):
+            _print(console, f"  It began after step {verdict['began']}.")
+        if report["checkpoint"] is not None:
+            _print(console, f"  Nearest checkpoint before it: step {report['checkpoint']}.")
+        _print(console, f"  All that it saw: {escape(report['path'])}")
     _print_clips(console, facts)
 
 
@@ -366,20 +374,6 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         "" if update is None else f"{update:.1e}",
         ", ".join(filter(None, [verdict, "abandoned" * row["abandoned"]])),
     ]
-
-
-def _print_report(console: Console, report: Mapping[str, Any]) -> None:
-    verdict = report["verdict"]
-    title = (
-        f"The guard at step {report['step']}, batch {report['batch']}: {_words(verdict['kind'])}"
-    )
-    _print(console, f"\n[bold]{escape(title)}[/bold]")
-    _print(console, f"  {escape_lines(verdict['message'])}")
-    if verdict["reason"] not in ("", "non_finite", "spike"):
-        _print(console, f"  It began after step {verdict['began']}.")
-    if report["checkpoint"] is not None:
-        _print(console, f"  Nearest checkpoint before it: step {report['checkpoint']}.")
-    _print(console, f"  All that it saw: {escape(report['path'])}")
 
 
 def _print_clips(console: Console, facts: Mapping[str, Any]) -> None:

@@ -227,25 +227,22 @@ def analyse(dumps: Mapping[int, Mapping[str, Any]]) -> list[BlockedCollective]:
     firsts = dict.fromkeys(each.first for each in recorded.values())
     waits = {op: _awaited(op, recorded) for op in firsts if op is not None}
     roots = _roots(recorded, waits)
-    found = [_blocked(op, recorded, roots) for op in waits]
+    found = []
+    for op in waits:
+        missing = set(_missing(op, recorded))
+        stalled = [each for each in op.ranks if each in recorded and op in recorded[each].pending]
+        entry = recorded[stalled[0]].pending[op]
+        blamed = {each for each in stalled if each in roots and recorded[each].first == op}
+        blocked = BlockedCollective(
+            group=op.group.name,
+            description=str(entry["process_group"][1]),
+            op=str(entry["profiling_name"]),
+            missing_ranks=tuple(sorted(missing)),
+            stalled_ranks=tuple(sorted(stalled)),
+            causes=tuple(sorted(roots & missing | blamed)),
+        )
+        found.append(blocked)
     return sorted(found, key=lambda each: (not each.causes, -len(each.stalled_ranks)))
-
-
-def _blocked(
-    op: CollectiveOp, recorded: Mapping[int, RecordedOps], roots: set[int]
-) -> BlockedCollective:
-    missing = set(_missing(op, recorded))
-    stalled = [each for each in op.ranks if each in recorded and op in recorded[each].pending]
-    entry = recorded[stalled[0]].pending[op]
-    blamed = {each for each in stalled if each in roots and recorded[each].first == op}
-    return BlockedCollective(
-        group=op.group.name,
-        description=str(entry["process_group"][1]),
-        op=str(entry["profiling_name"]),
-        missing_ranks=tuple(sorted(missing)),
-        stalled_ranks=tuple(sorted(stalled)),
-        causes=tuple(sorted(roots & missing | blamed)),
-    )
 
 
 def _awaited(op: CollectiveOp, recorded: Mapping[int, RecordedOps]) -> frozenset[int]:

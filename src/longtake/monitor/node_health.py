@@ -214,11 +214,6 @@ class HealthRules:
             # A port that was never up is not connected, which is usual.
             elif device in self._was_up:
                 found[f"link_up:{device}"] = f"the link {device} is down"
-        found |= self._errors(numbers)
-        self._before = dict(numbers)
-        return found
-
-    def _errors(self, numbers: system.Numbers) -> dict[str, str]:
         self._left = {key: (n - 1, text) for key, (n, text) in self._left.items() if n > 1}
         for name, text in node_numbers.ERROR_COUNTS.items():
             for device, count in node_numbers.by_device(numbers, name).items():
@@ -228,7 +223,8 @@ class HealthRules:
                 if more > 0:
                     xid = numbers.get(f"gpu_last_xid:{device}", 0)
                     self._left[key] = (_STAYS, text.format(count=more, device=device, xid=xid))
-        return {key: text for key, (_, text) in self._left.items()}
+        self._before = dict(numbers)
+        return found | {key: text for key, (_, text) in self._left.items()}
 
 
 def full_disks(numbers: system.Numbers) -> dict[str, float]:

@@ -97,26 +97,21 @@ class UpdateReader:
                     found.append(_event_record(event))
                 else:
                     self._warn(f"{self._run.events_path}: lines that are no events are left out.")
-        results = {}
-        if self._may_have_come() or thoroughly:
-            results = self._results_after(cursor)
-            found += sorted(results.values(), key=lambda each: each.time)
+        results: dict[Result, TrackedRecord] = {}
+        is_due = self._may_have_come() or thoroughly
+        for path in sorted(self._folder.glob("*/step_*/scores.json")) if is_due else ():
+            scores = self._scores(path)
+            if scores is not None:
+                result = scores["preset"], scores["step"], scores["key"]
+                if result not in cursor.evaluations and self._may_be_sent(result, scores, path):
+                    results[result] = _evaluation_record(scores, path.parent)
+        found += sorted(results.values(), key=lambda each: each.time)
         # No copy if nothing came: a long run has thousands of evaluations.
         evaluations = cursor.evaluations | results.keys() if results else cursor.evaluations
         return Updates(found, Cursor(metrics_offset, events_offset, cursor.rows, evaluations))
 
     def forget(self) -> None:
         self._scanned = float("-inf")
-
-    def _results_after(self, cursor: Cursor) -> dict[Result, TrackedRecord]:
-        found = {}
-        for path in sorted(self._folder.glob("*/step_*/scores.json")):
-            scores = self._scores(path)
-            if scores is not None:
-                result = scores["preset"], scores["step"], scores["key"]
-                if result not in cursor.evaluations and self._may_be_sent(result, scores, path):
-                    found[result] = _evaluation_record(scores, path.parent)
-        return found
 
     def _may_be_sent(self, result: Result, scores: Scores, path: Path) -> bool:
         """Return True if all files of an evaluation exist, or have been missing for a minute.
