@@ -6,12 +6,12 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
-from tests.data.build import indexed, section
+from tests.data.build import indexed, recipe_of, section
 from tests.data.sounding import FPS, Samples, clip_of, noise, read_sound, write_clip
 
 from longtake.config import AUDIO, AudioFormat
 from longtake.data.audio import AudioWindow, read_audio
-from longtake.data.checks import silent_catalogs
+from longtake.data.checks import review_catalogs, silent_catalogs
 from longtake.data.clip import Media
 from longtake.data.loader import Loader
 from longtake.errors import ClipError
@@ -164,6 +164,13 @@ def test_a_catalog_without_sound_is_warned_of(tmp_path: Path) -> None:
         data = section(catalog=tmp_path / "c.parquet", buckets=[shape], keep_uncaptioned=True)
         loader = Loader(data, batch_size=1)
         warnings.append(list(silent_catalogs(loader.plan_history.plan)))
+        recipe = recipe_of(
+            tmp_path, **data.model_dump(include={"catalog", "buckets", "keep_uncaptioned"})
+        )
+        model = recipe.model.model_copy(update={"audio": "train"})
+        _, said, _ = review_catalogs(recipe.model_copy(update={"model": model}))
+        assert set(warnings[-1]) <= set(said)
+        assert set(warnings[-1]).isdisjoint(review_catalogs(recipe)[1])
     assert [len(each) for each in warnings] == [1, 0]
     assert "none of 1 clips that were looked at has sound" in warnings[0][0]
 

@@ -54,6 +54,10 @@ def test_images_and_videos_have_buckets_of_their_own() -> None:
 def test_without_clips_for_any_it_is_refused() -> None:
     with pytest.raises(DataError, match="of 4 clips not 8 with a caption go to any bucket of 81"):
         _chosen(_clips({(64, 64): 4}), pixels=4096, frames=[81])
+    auto = AutoBucketsSection(pixels=512 * 512, frames=(5,))
+    clips = {"catalog": _clips({(200, 200): 20})}
+    with pytest.raises(DataError, match=r"Or lower pixels, or set data\.upscale = true"):
+        choose_buckets(clips, auto, section(upscale=False))
 
 
 @settings(max_examples=50, deadline=None)

@@ -148,12 +148,13 @@ def test_captions_beside_the_clips(
 def test_several_captions_of_a_clip_are_lines_or_fields(videos: Path, tmp_path: Path) -> None:
     """Of clip.json beside clip.mp4, and of JSON lines; a field may have a list."""
     (videos / "a.txt").write_text("short\n\n a long one\n")
-    (videos / "b.json").write_text(json.dumps({"tags": ["x, y", "z"], "long": "b", "other": 1}))
+    (videos / "b.json").write_text(json.dumps({"tags": ["x, y", None, "z"], "long": "b", "o": 1}))
+    (videos / "sub" / "c.txt").write_text("s\x1e\x1e s")
     out, fields = tmp_path / "catalog.parquet", ["long", "tags"]
     report, catalog = _index(videos, out=out, by_line=True, fields=fields)
     found = {name: captions_of(text) for name, text in _captions(catalog).items()}
-    assert found == {"a.mp4": ["short", "a long one"], "b.mp4": ["b", "x, y", "z"], "c.MP4": [""]}
-    assert (report.with_several, report.without_caption) == (2, 1)
+    assert found == {"a.mp4": ["short", "a long one"], "b.mp4": ["b", "x, y", "z"], "c.MP4": ["s"]}
+    assert (report.with_several, report.without_caption) == (2, 0)
     lines = [{"video": "a.mp4", "long": "l"}, {"video": "b.mp4", "tags": "t", "long": ["m"]}]
     table = tmp_path / "mine.jsonl"
     table.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -163,6 +164,20 @@ def test_several_captions_of_a_clip_are_lines_or_fields(videos: Path, tmp_path: 
     (videos / "b.json").write_text(json.dumps({"long": 1}))
     report, _ = _index(videos, out=out, fields=fields)
     assert "b.json has no caption in long, tags" in report.rejected[0].reason
+    table.write_text('{"video": "a.mp4", "caption": "c"}')
+    with pytest.raises(DataError, match='"long": "what it shows", "tags": "what'):
+        _index(videos, out=out, captions=table, fields=fields)
+
+
+def test_fields_of_captions_that_nothing_has_are_refused(videos: Path, tmp_path: Path) -> None:
+    """As in a tar, whose texts would be taken in their place."""
+    (videos / "a.json").write_text('{"caption": "c", "short": "s"}')
+    with tarfile.open(tmp_path / "t.tar", "w") as tar:
+        for name in ("a.mp4", "a.json"):
+            tar.add(videos / name, name)
+    for source, field in ((tmp_path / "t.tar", "short"), (videos, "shrot")):
+        with pytest.raises(DataError, match=f"--caption-field {field}: no clip.json beside a clip"):
+            _index(source, out=tmp_path / "catalog.parquet", fields=[field])
 
 
 def test_captions_match_by_path_or_by_a_name_that_is_there_once(

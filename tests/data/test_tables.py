@@ -168,6 +168,11 @@ def test_a_list_of_texts_is_several_captions_of_a_clip(folder: Path) -> None:
         (item,) = find([folder / name]).items
         assert item.caption is not None
         assert captions_of(item.caption) == ["one", "two"]
+    for kind in (pa.large_list(pa.large_string()), pa.list_(pa.string(), 2)):
+        columns = {"path": ["a.mp4"], "caption": pa.array([row["caption"]], kind)}
+        pq.write_table(pa.table(columns), folder / "t.parquet")
+        (item,) = find([folder / "t.parquet"]).items
+        assert item.caption == "one\x1etwo"
     (folder / "t.jsonl").write_text('{"path": "a.mp4", "caption": ["one", 2]}')
     with pytest.raises(DataError, match=r"column 'caption' holds list; .* a text, or a list of"):
         find([folder / "t.jsonl"])

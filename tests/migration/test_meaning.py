@@ -258,6 +258,10 @@ def test_weights_of_losses_are_those_of_their_sets(tmp_path: Path) -> None:
     done = _sd_scripts(tmp_path, "--prior_loss_weight 0.3", clips)
     assert _values(done)["data"]["loss_weights"] == {"b": 0.3}
     assert "set data.repeats so" in _said(done, "is_reg")
+    done = _sd_scripts(tmp_path, "--prior_loss_weight 0", clips)
+    assert "loss_weights" not in _values(done)["data"]
+    assert "catalogs/a.parquet" in _values(done)["data"]["catalog"]
+    assert "loss weight of /b is 0: its clips train nothing" in _said(done, "data.loss_weights")
     concepts = [{"path": "/d", "name": "d", "loss_weight": 2}]
     done = _onetrainer(tmp_path, concepts=concepts)
     assert _values(done)["data"]["loss_weights"] == {"catalog": 2.0}

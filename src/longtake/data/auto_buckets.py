@@ -86,6 +86,7 @@ def choose_buckets(
         f"data.auto_buckets: of {total} clips not {auto.min_clips} with a caption go to any bucket "
         f"of {' or '.join(map(str, auto.frames))} frames and at most {auto.pixels:,} pixels. Lower "
         "frames or min_clips, or index clips with captions."
+        + ("" if data.upscale else " Or lower pixels, or set data.upscale = true.")
     )
 
 

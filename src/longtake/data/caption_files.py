@@ -133,9 +133,10 @@ def _caption_lines(
         except (*_MALFORMED, RecursionError, StopIteration) as error:
             names = ", ".join(map(str, entry))[:200] if isinstance(entry, dict) else ""
             keys = f" Its keys: {names}." if names else ""
+            asked = '": "what it shows", "'.join(chosen or ["caption"])
             raise DataError(
                 f"{path}, line {number} is no caption: {line.strip()[:80]!r}. Expected one object "
-                'on each line: {"video": "clip.mp4", "caption": "what it shows"}.' + keys
+                f'on each line: {{"video": "clip.mp4", "{asked}": "what it shows"}}.{keys}'
             ) from error
     return lines
 
@@ -151,7 +152,7 @@ def _caption_in(entry: dict[str, Any], fields: Sequence[str]) -> str:
     if not values:
         raise LookupError
     texts = [text for each in values for text in (each if isinstance(each, list) else [each])]
-    if wrong := [each for each in texts if not isinstance(each, str)]:
+    if wrong := [each for each in texts if not isinstance(each, str | None)]:
         raise TypeError(f"{wrong[0]!r:.80} is no text")
     return join_captions(texts)
 

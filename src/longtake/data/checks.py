@@ -94,7 +94,8 @@ def review_catalogs(recipe: Recipe) -> tuple[Plan | None, list[str], str | None]
         catalogs = {name: Catalog.load(path) for name, path in data.sources().items()}
         refuse_wrong_catalogs(catalogs, data)
         plan = begin(catalogs, data, training.global_batch_size, recipe.seed)
-        return plan, check_data(plan, catalogs, data, training.steps), None
+        warnings = check_data(plan, catalogs, data, training.steps)
+        return plan, [*warnings, *(silent_catalogs(plan) if recipe.model.uses_audio else ())], None
     except DataError as error:
         return plan, [], str(error)
 

@@ -23,7 +23,8 @@ Given = str | tuple[float, ...]
 
 def join_captions(texts: Iterable[str | None]) -> str:
     """Return the text of a catalog for a clip that has several captions; each counts once."""
-    return _SEPARATOR.join(dict.fromkeys(each for text in texts if (each := (text or "").strip())))
+    parts = (part.strip() for text in texts for part in (text or "").split(_SEPARATOR))
+    return _SEPARATOR.join(dict.fromkeys(filter(None, parts)))
 
 
 def captions_of(caption: str) -> list[str]:

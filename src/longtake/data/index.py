@@ -346,8 +346,8 @@ def _accept(
             continue
         mode = {catalog.TRUSTED: float(result.is_trusted)} if trusts_metadata else {}
         caption = item.caption
-        if by_line and caption:
-            caption = join_captions(caption.split("\n"))
+        if caption:
+            caption = join_captions(caption.split("\n") if by_line else [caption])
         clip = Clip(
             media=item.media,
             caption=caption or caption_without_file(label, item.media.member or item.media.path),
@@ -430,15 +430,19 @@ def _caption(
     )
     is_alone = captions is not None and not is_sidecar(captions)
     faulty, unread = dict[str, ClipError](), list[Path]()
+    has_fields = bool(texts) or is_alone or not fields
 
     def text_of(media: Media) -> str:
+        nonlocal has_fields
         path = Path(str(media))
         if path in texts or is_alone:
             return texts.get(path, "")
         try:
             text = fields_beside(path, fields)
+            has_fields |= text is not None
             text = sidecar_of(path) if text is None else text
         except DataError as error:
+            has_fields = True
             faulty[str(media)] = ClipError(str(media), f"its caption: {error}")
             return ""
         if text is None and not media.member and (beside := unread_beside(path)) is not None:
@@ -447,6 +451,12 @@ def _caption(
 
     # A file of captions that was named is the only source: it replaces those of tables and tars.
     found.items.caption(text_of, every=is_alone)
+    if not has_fields:
+        raise DataError(
+            f"--caption-field {' --caption-field '.join(fields)}: no clip.json beside a clip has "
+            "such a field. Fields are read from there and from --captions alone; a tar or table "
+            "has its texts in the column or key `caption`, which may be a list."
+        )
     if unread:
         found.notes.append(
             f"{len(unread):,} clips have no caption, but a file beside them that is not read, such "

@@ -525,8 +525,7 @@ def _read_parquet(
             paths = _extract(path, file, inside, extracted)
         strings = pa.string(), pa.large_string()
         texts = [name for name in wanted if fields[name] in strings and name != inside]
-        lists = [pa.list_(each) for each in strings]
-        texts += [name for name in CAPTION_COLUMNS if fields.get(name) in lists]
+        texts += [name for name in CAPTION_COLUMNS if _item_type(fields.get(name)) in strings]
         scores = [name for name in wanted if _is_numeric(name, fields[name])]
         # Found in a pass of their own: the cast to float64 below raises for integers that it
         # rounds.
@@ -558,6 +557,12 @@ def _read_parquet(
                 {name: batch[name].to_pylist() for name in spans},
             )
             num_before += len(batch)
+
+
+def _item_type(kind: Any) -> Any:
+    """Return the type of the items of a column of lists, of the kinds that programs write."""
+    tests = pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list
+    return kind.value_type if kind is not None and any(test(kind) for test in tests) else None
 
 
 def _holds_media(kind: Any) -> bool:

@@ -20,6 +20,7 @@ _LUMINANCE = np.array([0.2627, 0.6780, 0.0593], np.float32)  # of BT.2020
 _TO_BT709 = np.array(
     [[1.6605, -0.5876, -0.0728], [-0.1246, 1.1329, -0.0083], [-0.0182, -0.1006, 1.1187]], np.float32
 )
+_CODES = np.rint(255 * np.linspace(0, 1, 4096) ** (2 / 2.4)).astype(np.uint8)  # by root of light
 
 
 def _light_of(signal: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -29,8 +30,12 @@ def _light_of(signal: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 @cache
-def _tables(transfer: str) -> tuple[_Light, NDArray[np.float64], NDArray[np.float64]]:
-    """Return the light of each level, and values of light with the factors that map them."""
+def _tables(transfer: str) -> tuple[_Light, _Light]:
+    """Return the light of each level, and the factors that map light.
+
+    Those of PQ are by the largest level of a pixel, those of HLG by its light in steps of equal
+    size up to the peak.
+    """
     signal = np.linspace(0, 1, 4096)
     light = _light_of(signal)
     white, part = _WHITE_SIGNAL / _PEAK_SIGNAL, np.minimum(signal / _PEAK_SIGNAL, 1)
@@ -42,8 +47,10 @@ def _tables(transfer: str) -> tuple[_Light, NDArray[np.float64], NDArray[np.floa
     if transfer == "hlg":  # light of the scene, of which the peak is 1
         a, b, c = 0.17883277, 0.28466892, 0.55991073
         bright = (np.exp((signal - c) / a) + b) / 12
-        return np.where(signal <= 0.5, signal**2 / 3, bright).astype(np.float32), light[1:], factors
-    return light.astype(np.float32), light[1:], factors
+        linear = np.interp(signal * _PEAK, light[1:], factors)
+        light = np.where(signal <= 0.5, signal**2 / 3, bright)
+        return light.astype(np.float32), linear.astype(np.float32)
+    return light.astype(np.float32), np.append(1, factors).astype(np.float32)
 
 
 def to_sdr(picture: NDArray[np.uint16], transfer: str) -> NDArray[np.uint8]:
@@ -51,10 +58,15 @@ def to_sdr(picture: NDArray[np.uint16], transfer: str) -> NDArray[np.uint8]:
 
     `picture` has 12 bits, in the primaries of BT.2020; `transfer` is "pq" or "hlg".
     """
-    levels, lights, factors = _tables(transfer)
-    light = levels[picture]
+    levels, factors = _tables(transfer)
+    light, brightest = levels[picture], picture.max(0)
     if transfer == "hlg":  # as a display of this peak shows it, with a system gamma of 1.2
         light *= _PEAK * np.tensordot(_LUMINANCE, light, 1) ** 0.2
-    light *= np.interp(light.max(0), lights, factors).astype(np.float32)
-    light = np.tensordot(_TO_BT709, light, 1)
-    return np.rint(255 * np.clip(light / _WHITE, 0, 1) ** (1 / 2.4)).astype(np.uint8)
+        brightest = (light.max(0) * (4095 / _PEAK) + 0.5).astype(np.uint16)
+    light *= factors.take(brightest, mode="clip")
+    light = np.tensordot(_TO_BT709 / np.float32(_WHITE), light, 1)
+    # Powers are slow; the square root spreads the entries over dark light.
+    np.sqrt(np.clip(light, 0, 1, out=light), out=light)
+    light *= 4095
+    light += 0.5
+    return _CODES.take(light.astype(np.uint16))

@@ -57,6 +57,12 @@ def join_sets(draft: Draft) -> None:
 def set_clips(draft: Draft, name: str) -> None:
     """Name the catalogs, and set what belongs to each of them."""
     taken: set[str] = set()
+    of_sets = draft.facts.get("regularisation_weight", 1)
+    for each in draft.clips:
+        each.loss_weight *= of_sets if each.is_regularisation else 1
+        if not each.loss_weight:
+            draft.tell("differs", "data.loss_weights", "no_weight", source=each.source)
+    draft.clips = [each for each in draft.clips if each.loss_weight] or draft.clips
     for each in draft.clips:
         last = posixpath.basename(each.source.replace("\\", "/").rstrip("/"))
         stem = re.sub(r"[^a-z0-9_-]+", "_", last.rpartition(".")[0].lower() or last.lower())
@@ -75,10 +81,8 @@ def set_clips(draft: Draft, name: str) -> None:
     repeats = {each.key: each.repeats for each in draft.clips if each.repeats != 1}
     if repeats:
         draft.set("data.repeats", repeats)
-    of_sets = draft.facts.get("regularisation_weight", 1)
-    for each in draft.clips:
-        each.loss_weight *= of_sets if each.is_regularisation else 1
-    if weights := {each.key: each.loss_weight for each in draft.clips if each.loss_weight != 1}:
+    weights = {each.key: each.loss_weight for each in draft.clips}
+    if weights := {key: weight for key, weight in weights.items() if weight not in (0, 1)}:
         draft.set("data.loss_weights", weights)
     captions = {each.key: dict(each.captions) for each in draft.clips if each.captions}
     for how in captions.values():
