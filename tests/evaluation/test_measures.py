@@ -36,6 +36,7 @@ from longtake.evaluation.measures import (
     find_out_of_range,
     last_row,
     mean_of,
+    mean_of_size,
     measure,
     reference_of,
 )
@@ -480,6 +481,16 @@ def test_a_mean_outside_of_what_training_clips_have_is_told(
     if told:
         (name,) = measures
         assert found[0]["message"] == f"{name} of low4s is {told}"
+
+
+def test_videos_of_other_sizes_are_not_compared_with_training_clips() -> None:
+    settings: list[dict[str, Any]] = [{}, {"num_inference_steps": 2}, {"num_frames": 1}]
+    videos: list[Any] = [
+        {"measures": {"motion": float(number)}, "settings": own}
+        for number, own in enumerate(settings)
+    ]
+    assert mean_of_size(videos) == {"motion": 0.5}
+    assert mean_of_size(videos[2:]) == {}
 
 
 def _clips(recipe: Recipe, count: int) -> Recipe:

@@ -213,6 +213,9 @@ def test_a_run_trains_as_without_it_and_samples_with_it(
     ):
         load_sampler(adapted.out, device="cpu")
     there = config.changed(adapted, [f"sampling.adapter={moved}"]).sampling
+    second = there.model_copy(update={"adapter_2": adapter})
+    with pytest.raises(NotHereError, match=r"adapter_2 is .*name its place here: a recipe with"):
+        load_sampler(adapted.out, device="cpu", sampling=second)
     again = load_sampler(adapted.out, device="cpu", sampling=there)
     assert (again.sample([request], *settings_for(adapted)) == sampled["on"]).all()
 

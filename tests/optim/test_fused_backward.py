@@ -43,6 +43,21 @@ def test_eight_bit_states_are_those_of_ordinary_steps() -> None:
     assert len(optimizer.param_groups[0]["params"]) == 2  # a checkpoint has them all
 
 
+def test_each_step_is_of_one_weight_also_where_rules_make_several_groups() -> None:
+    network = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    rules = [{"layers": ["0"], "factor": 2.0}]
+    section = OptimizerSection(fused_backward=True, max_grad_norm=1e9, rules=rules)  # type: ignore[arg-type]
+    (optimizer,) = build_optimizers(network, [], section, "fp32")
+    counts: list[list[int]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: counts.append([len(group["params"]) for group in optimizer.param_groups])
+    )
+    with updating_in_backward([optimizer], 1.0):
+        _loss(network, 0).backward()  # type: ignore[no-untyped-call]
+    assert sorted(counts) == [[0, 1], [1, 0]]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
+
+
 class _Shared(nn.Module):
     """A weight that two reentrant checkpoint calls use: each hands on its own part."""
 

@@ -416,6 +416,7 @@ def test_when_presets_are_sampled_may_change_under_the_same_name(tmp_path: Path)
         ("a red circle", r"line 2 is a red circle, and no prompt in JSON"),
         ("{}", r"line 2 is \{\}, and no prompt in JSON"),
         ('{"prompt": " "}', "line 2 is .*, and no prompt in JSON"),
+        (r'"half a pair \ud83d"', "line 2 is .*, and no prompt in JSON"),
         ("[" * 100_000, r"line 2 is \[+\.\.\., and no prompt in JSON"),
         (
             '{"prompt": "a", "widht": 3}',
@@ -687,6 +688,12 @@ def test_the_default_preset_has_inputs_of_clips_and_a_loss_mask_is_none(tmp_path
     kept = EvaluationDirectory(RunDirectory(recipe.out)).preset_path("default").parent
     assert [each.name for each in (kept / "pictures").iterdir()] == ["00_depth.png"]
     assert find_preset(recipe, "default", recipe.out) == preset
+    own = "{prompts=['a', {prompt='b', num_frames=3}], conditioning={depth=['clips/a.mp4']}}"
+    two = "{depth={kind='video',column='depth'}, face={kind='mask',column='depth'}}"
+    changes = [f"evaluation.presets.own={own}", f"data.conditioning={two}"]
+    longer = config.changed(recipe, changes)
+    with pytest.raises(RecipeError, match="ends before frame 4"):
+        find_preset(longer, "own", tmp_path)
 
 
 _BUCKET = Bucket(num_frames=1, height=16, width=24)

@@ -70,7 +70,7 @@ class SampleEvaluator:
                         show = partial(progress, "held out", 0, 1)
                         held_out = clips.loss(sampler, task.preset.batch_size, show)
             values = measures.mean_of([each["measures"] for each in videos]) | of_set
-            alarms = self._alarms(task, recipe, values, progress)
+            alarms = self._alarms(task, recipe, values, videos, progress)
         record = task.preset.as_record()
         settings = {name: value for name, value in record.items() if name not in OF_PROMPTS}
         scores: evaluation_dir.Scores = {
@@ -151,7 +151,12 @@ class SampleEvaluator:
         return of_all
 
     def _alarms(
-        self, task: EvaluationTask, recipe: Recipe, values: dict[str, float], progress: Progress
+        self,
+        task: EvaluationTask,
+        recipe: Recipe,
+        values: dict[str, float],
+        videos: Sequence[evaluation_dir.VideoScores],
+        progress: Progress,
     ) -> list[evaluation_dir.Alarm]:
         name, reference, remark = task.preset.name, None, ""
         with self._without(task, "comparison with training clips"):
@@ -166,9 +171,10 @@ class SampleEvaluator:
         history = [*(each["measures"] for each in earlier), values]
         steps = [*(each["step"] for each in earlier), task.step]
         alarms = measures.find_drift(name, history, steps, reference)
+        of_size = measures.mean_of_size(videos)
         return [
             *alarms,
-            *(measures.find_out_of_range(name, values, reference) if reference else ()),
+            *(measures.find_out_of_range(name, of_size, reference) if reference else ()),
         ]
 
     @contextmanager

@@ -7,7 +7,7 @@ import heapq
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import combinations, groupby, islice, pairwise
@@ -25,7 +25,7 @@ from longtake.data.catalog import Catalog
 from longtake.data.clip import Clip
 from longtake.data.order import derive
 from longtake.data.window import read_window
-from longtake.evaluation_dir import Alarm, EvaluationDirectory
+from longtake.evaluation_dir import Alarm, EvaluationDirectory, VideoScores
 from longtake.run_dir import RunDirectory
 
 Video = NDArray[np.uint8]
@@ -280,6 +280,17 @@ def mean_of(measured: Sequence[Mapping[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for each in measured for name in each)
     values = {name: [each[name] for each in measured if name in each] for name in names}
     return {name: sum(found) / len(found) for name, found in values.items()}
+
+
+def mean_of_size(videos: Iterable[VideoScores]) -> dict[str, float]:
+    """Return the mean measures of those videos that have their preset's size.
+
+    The training clips that they are compared with are read in that size.
+    """
+    own = {"num_frames", "height", "width"}
+    return mean_of(
+        [each["measures"] for each in videos if not own & each.get("settings", {}).keys()]
+    )
 
 
 _QUANTILES = 0.01, 0.5, 0.99

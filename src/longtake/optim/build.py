@@ -238,7 +238,7 @@ def _seeded_class() -> Callable[..., Optimizer]:
         @torch.no_grad()
         def step(self, closure: Callable[[], float] | None = None) -> Any:
             # The run's own random numbers do not change by the rounding's.
-            parameters = self.param_groups[0]["params"]
+            parameters = [p for group in self.param_groups for p in group["params"]]
             with torch.random.fork_rng(devices=gpus_of(parameters)):
                 steps = (int(self.state[p]["step"]) for p in parameters if p in self.state)
                 torch.manual_seed(max(steps, default=0))

@@ -64,11 +64,14 @@ def updating_in_backward(
         if scale:
             if scale != 1:
                 gradient.mul_(scale)
-            everything, group["params"] = group["params"], [weight]
+            everything = [each["params"] for each in optimizer.param_groups]
+            for each in optimizer.param_groups:
+                each["params"] = [weight] if each is group else []
             try:
                 optimizer.step()
             finally:
-                group["params"] = everything
+                for each, parameters in zip(optimizer.param_groups, everything, strict=True):
+                    each["params"] = parameters
         weight.grad = None
 
     hooks = [

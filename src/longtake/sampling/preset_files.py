@@ -161,34 +161,36 @@ def keep_pictures(preset_json: Path, files: InputFiles, buckets: Sequence[config
 def find_files(
     name: str,
     files: Sequence[Path],
-    count: int,
+    buckets: Sequence[config.Bucket],
     folder: Path | None,
-    read_file: Callable[[Path], object],
+    read_file: Callable[..., object],
 ) -> tuple[InputFile, ...]:
-    """Find one reference file per prompt of a preset, and read each once to find errors.
+    """Find one reference file per prompt of a preset, and read each in the prompts' buckets.
+
+    They are read once for each bucket, to find errors.
 
     Raises:
         RecipeError: the number of files is wrong, or one is missing or unreadable.
     """
-    key = f"conditioning.{name}"
+    key, count = f"conditioning.{name}", len(buckets)
     if len(files) not in (1, count):
         raise RecipeError(
             f"{key} names {len(files)} files, but there are {count} prompts. Name one for each "
             "prompt, or one for all."
         )
-    # Files that several prompts share are read once.
+    # A single file serves all prompts.
+    of_prompts = [*files] * (count if len(files) == 1 else 1)
     inputs = {}
-    for file in dict.fromkeys(files):
+    for file, bucket in dict.fromkeys(zip(of_prompts, buckets, strict=True)):
         path = find_file(key, file, folder)
-        read_file(path)
+        read_file(path, bucket=bucket)
         try:
             inputs[file] = InputFile(path, content_of(path))
         except OSError as error:
             raise RecipeError(
                 f"The file {path} cannot be read: {error.strerror or error}."
             ) from error
-    # A single file serves all prompts.
-    return tuple(inputs[file] for file in files) * (count if len(files) == 1 else 1)
+    return tuple(inputs[file] for file in of_prompts)
 
 
 def find_file(key: str, file: Path, folder: Path | None) -> Path:

@@ -152,6 +152,7 @@ def _from_json(line: str, where: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(line)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a surrogate pair
     except (ValueError, RecursionError):
         value = None
     prompt = {"prompt": value} if isinstance(value, str) else value

@@ -273,6 +273,12 @@ def _build(
     files = section.conditioning or {}
     preset_files.refuse_other_inputs(files, inputs, of_preset=True)
     stride = recipe.data.frame_stride
+    own = {
+        number: _own_settings(recipe, changes, of_preset, number, prompt)
+        for number, prompt in enumerate(found)
+        if prompt.model_fields_set != {"prompt"}
+    }
+    buckets = [own.get(number, of_preset).bucket for number in range(len(prompts))]
     return Preset(
         name=name,
         prompts=prompts,
@@ -287,17 +293,13 @@ def _build(
             name: preset_files.find_files(
                 name,
                 files[name],
-                len(prompts),
+                buckets,
                 folder,
-                partial(preset_files.read_input, inputs[name], bucket=bucket, stride=stride),
+                partial(preset_files.read_input, inputs[name], stride=stride),
             )
             for name in inputs
         },
-        own={
-            number: _own_settings(recipe, changes, of_preset, number, prompt)
-            for number, prompt in enumerate(found)
-            if prompt.model_fields_set != {"prompt"}
-        },
+        own=own,
     )
 
 

@@ -538,10 +538,11 @@ def _refuse_missing_adapter(sampling: SamplingSection) -> None:
     """
     for key, file in sampling.adapters().items():
         if not file.is_file():
+            option = "--adapter FILE of `longtake sample`, or " if key == "sampling.adapter" else ""
             raise NotHereError(
                 f"{key} is {file}, and there is no such file on this machine. Copy it there, or "
-                "name its place here: --adapter FILE of `longtake sample`, or a recipe with "
-                f"{key} = FILE by --recipe of `longtake evaluate`."
+                f"name its place here: {option}a recipe with {key} = FILE by --recipe of "
+                "`longtake evaluate`."
             )
 
 
