@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from longtake.planner.forecast import (
     Suggestion,
     check_gradients,
     forecast,
+    half_as_long,
     suggest_changes,
 )
 from longtake.planner.memory import outline_step, policy_forecast, static_memory
@@ -384,6 +386,21 @@ def test_videos_may_be_shorter_and_encoders_cached(small_recipe: _Make) -> None:
         "data.buckets=[{ num_frames = 5, height = 96, width = 128 }]"
     ]
     assert found["cached latents and prompts"].changes == ["data.cache=cache", "data.windows=1"]
+
+
+@pytest.mark.parametrize(
+    ("shortest", "chunk", "halves"),
+    [
+        (1, 4, {1: 1, 5: 1, 81: 41}),
+        (1, 8, {25: 9, 121: 57}),
+        (22, 17, {22: 22, 39: 22, 73: 39, 124: 56, 345: 175}),
+    ],
+)
+def test_shorter_clips_are_of_a_length_that_the_codec_encodes(
+    shortest: int, chunk: int, halves: dict[int, int]
+) -> None:
+    codec: Any = SimpleNamespace(shortest=shortest, chunk=chunk)
+    assert {number: half_as_long(number, codec) for number in halves} == halves
 
 
 def test_micro_batches_divide_what_a_process_has(small_recipe: _Make) -> None:

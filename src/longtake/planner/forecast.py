@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 
 import longtake
 from longtake import config, errors
-from longtake.data.auto_buckets import most_frames
 from longtake.formatting import first_line, format_size
+from longtake.models.codec import Codec
 from longtake.models.components import Kinds
 from longtake.models.lora_files import read_lora
 from longtake.models.trainable import adapter_layers
@@ -430,7 +430,7 @@ def _possible_changes(known: Forecast) -> Iterator[tuple[str, list[str]]]:
         half = step.batch.micro_batch_size // 2
         if step.batch.micro_batch_size * step.batch.num_micro_batches % half == 0:
             yield f"micro-batches of {half}", [f"training.micro_batch_size={half}"]
-    yield from _smaller_clips(recipe.data.buckets)
+    yield from _smaller_clips(recipe.data.buckets, step.components.codec)
     if recipe.trainable.base() == "full":
         yield "LoRA instead of all weights", ["trainable.kind=lora"]
     elif recipe.trainable.base() == "lora" and recipe.trainable.rank > 1:
@@ -487,7 +487,15 @@ def encoding_ahead(step: memory.MetaStep, policy: PolicyForecast | None) -> Enco
     return EncodingAhead(more, policy.step_peak_bytes + more <= budget)
 
 
-def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list[str]]]:
+def half_as_long(num_frames: int, codec: Codec) -> int:
+    """Return the number of frames of a clip nearest to half of a number that the codec encodes."""
+    chunks = round((num_frames / 2 - codec.shortest) / codec.chunk)
+    return codec.shortest + max(0, chunks) * codec.chunk
+
+
+def _smaller_clips(
+    buckets: Sequence[config.Bucket], codec: Codec
+) -> Iterator[tuple[str, list[str]]]:
     def less(pixels: int) -> int:
         return min(pixels, max(_LEAST_PIXELS, round(0.75 * pixels / _PIXELS) * _PIXELS))
 
@@ -500,9 +508,7 @@ def _smaller_clips(buckets: Sequence[config.Bucket]) -> Iterator[tuple[str, list
         [s.model_copy(update={"height": less(s.height), "width": less(s.width)}) for s in buckets]
     )
     if any(shape.num_frames > 1 for shape in buckets):
-        # 4 n + 1 frames, since most codecs of videos merge four frames after the first.
-        halves = {n: n // 2 // 4 * 4 + 1 for n in (shape.num_frames for shape in buckets)}
-        halves |= {n: most_frames(n, n // 2) or n for n in halves if n % 4 != 1}
+        halves = {shape.num_frames: half_as_long(shape.num_frames, codec) for shape in buckets}
         yield change([s.model_copy(update={"num_frames": halves[s.num_frames]}) for s in buckets])
 
 
