@@ -93,6 +93,20 @@ def _solved(step: StepStatistics) -> StepStatistics:
     return replace(solved, grad_norm=left * step.grad_norm)
 
 
+def _begun(step: StepStatistics) -> StepStatistics:
+    """A projector's updates shrink, and grow fivefold in thirty steps in which the loss halves.
+
+    After the alignment with features of the demo's clips (benchmarks/objectives.py).
+    """
+    grown = 1 + 4 * min(1.0, max(0.0, step.step - 40) / 20)
+    size = 2e-5 * max(0.2, math.exp(-step.step / 15)) * grown
+    size *= math.exp(-max(0, step.step - 80) / 40)
+    falling = 1 - 0.5 * min(1.0, max(0.0, step.step - 60) / 8)
+    changed = louder(_updates(step, 1e-5, 1.0), falling)
+    ratios = {**changed.group_update_ratios, "other": size}
+    return replace(changed, group_update_ratios=ratios)
+
+
 def _restarting(step: StepStatistics, cycle: int) -> StepStatistics:
     """The rate is full again at `_AT`, and a model that had come to rest has larger gradients."""
     rate = 0.5 * (1 + math.cos(math.pi * (step.step % cycle) / cycle))
@@ -127,6 +141,7 @@ _WITHOUT_VERDICT: dict[str, tuple[int, Callable[[StepStatistics], StepStatistics
     ),
     "a short bad stretch": (900, lambda s: louder(s, 1.8) if _AT <= s.step < _AT + 6 else s),
     "an objective that is solved": (300, _solved),
+    "a part that begins to learn": (160, _begun),
     "a restart of the rate": (700, lambda s: _restarting(s, 600)),
     # It raises the updates a hundredfold, as it is meant to.
     "a long warm-up": (1000, lambda s: _updates(s, 2e-5 * s.step / 1000, s.step / 1000)),

@@ -24,6 +24,11 @@ of gradients, not the rate, limits an optimizer's updates, they keep their size 
 falls fiftyfold."""
 _MAX_USUAL_UPDATES = 128
 """Most earlier updates that are sampled for the usual size: as good as all, and faster to sort."""
+_NUM_NEWEST_LOSSES = 8
+"""Number of newest steps whose median loss tells whether the loss falls."""
+_FALLEN = 0.7
+"""Share of the loss before the recent updates below which it counts as fallen: a part of the model
+that begins to learn something makes larger updates, which do no harm while the loss falls."""
 _VANISHED = 1e-3
 """Least share of the largest level of earlier gradients at which updates are judged. Where less is
 left, the objective is as good as solved, as that of preferences soon is: Adam divides gradients by
@@ -68,6 +73,10 @@ def update_growth(window: StepWindow, num_recent: int, least_factor: float) -> U
     of_all = medians(past[:: max(1, num_past // _MAX_USUAL_UPDATES)])
     lowest = np.minimum(newest, of_all)
     if (recent <= least_factor * lowest).all():  # a quick way to the same answer
+        return None
+    losses = rows.column("loss")
+    before = median(losses[:num_past][-NUM_NEWEST_UPDATES:])
+    if median(losses[-_NUM_NEWEST_LOSSES:]) < _FALLEN * before:
         return None
     grad_norms = rows.column("grad_norm")
     grad_norms = grad_norms[np.isfinite(grad_norms)]
