@@ -256,6 +256,10 @@ def _sizes(streams: Streams) -> list[tuple[int, ...]]:
     [
         ({"model": {"audio": None}}, r'Set model\.audio = "train" to learn both, "attend"'),
         ({"data": {"fps": None}}, r"data\.fps is unset\. Set it, such as data\.fps = 24"),
+        (
+            {"codec": {"kind": "pixels", "pretrained": None}},
+            'model.audio is "train", and a codec of the kind pixels has no part for sound',
+        ),
         ({"codec": {"pretrained": None}}, "Audio needs the audio_vae of a release: name it in"),
         (
             {"objective": {"kind": "prior_preservation", "options": {"catalogs": ["catalog"]}}},

@@ -11,6 +11,11 @@ from longtake.models.codec import Codec
 def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """Check a recipe's inputs and buckets against its family; return the buckets' latent shapes."""
     _check_time_and_audio(recipe, chosen)
+    if recipe.model.uses_audio and codec.audio is None:
+        raise RecipeError(
+            f'model.audio is "{recipe.model.audio}", and a codec of the kind {recipe.codec.kind} '
+            "has no part for sound. Name a release in codec.pretrained, which has one."
+        )
     inputs = recipe.model_inputs()
     needed, taken = chosen.inputs.names(recipe.model)
     for name in (*needed, *(each for each in taken if each in inputs)):
