@@ -54,6 +54,7 @@ _MAY_IMPORT_TORCH = (
     "planner.",
     "recompute.",
     "sampling.checkpoints.",
+    "sampling.guidance.",
     "sampling.memory_strategy.",
     "sampling.other_expert.",
     "sampling.sampler.",

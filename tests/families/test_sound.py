@@ -35,8 +35,8 @@ from longtake.models.review import refuse_sharing
 from longtake.planner.devices import CPU
 from longtake.planner.memory import outline_step
 from longtake.run_dir import RunDirectory
+from longtake.sampling.guidance import refuse_wrong_settings
 from longtake.sampling.presets import Request, settings_for
-from longtake.sampling.sampler import refuse_wrong_settings
 from longtake.sampling.videos import write_samples
 from longtake.training.inputs import prepare
 from longtake.training.latent_cache import cache_ahead

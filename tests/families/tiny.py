@@ -87,7 +87,7 @@ class Tiny:
     def made(self, **sections: Any) -> Sampler:
         recipe = self.recipe(**sections)
         sampler = make_sampler(recipe)
-        if sampler.components.experts is None:
+        if not sampler.components.has_other:
             return sampler
         parts = load_other(recipe, sampler.components, torch.device("cpu"))
         return dataclasses.replace(sampler, components=parts)

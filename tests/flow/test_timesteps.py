@@ -7,12 +7,17 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.ideogram4.pipeline_ideogram4 import (
+    _logit_normal_sigmas,
+    _resolution_aware_mu,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
 from longtake.errors import RecipeError
+from longtake.flow.shift import opensora_shift
 from longtake.flow.timesteps import (
     MODE_SCALE_MAX,
     MODE_SCALE_MIN,
@@ -197,6 +202,16 @@ def test_build_sigmas_is_what_the_scheduler_does_with_an_even_grid(
     scheduler = FlowMatchEulerDiscreteScheduler(shift=shift)
     scheduler.set_timesteps(sigmas=np.linspace(1, 1 / num_steps, num_steps).tolist())
     assert build_sigmas(num_steps, shift) == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize(("num_steps", "side"), [(1, 512), (12, 256), (48, 1024), (1000, 2048)])
+def test_sigmas_at_quantiles_are_those_of_ideograms_pipeline(num_steps: int, side: int) -> None:
+    """Its mean is the logarithm of a shift; ends stay within its limits of the signal to noise."""
+    mean = _resolution_aware_mu(side, side, 0.0)
+    scheduler = FlowMatchEulerDiscreteScheduler()
+    scheduler.set_timesteps(sigmas=_logit_normal_sigmas(num_steps, mean, 1.5).tolist())
+    found = build_sigmas(num_steps, opensora_shift(side, side, 1), logit_std=1.5)
+    assert found == pytest.approx(scheduler.sigmas.tolist(), abs=1e-6)
 
 
 # --- a range of sigmas ----------------------------------------------------------------------------

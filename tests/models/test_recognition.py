@@ -22,6 +22,7 @@ _QWEN21 = {"_class_name": "QwenImage21Transformer2DModel"}
 _KREA = {"_class_name": "Krea2Transformer2DModel"}
 _H3 = {"_class_name": "MiniMaxH3Transformer3DModel"}
 _FLUX3 = {"_class_name": "Flux3Transformer2DModel"}
+_IDEOGRAM = {"_class_name": "Ideogram4Transformer2DModel"}
 _PAIR = ["diffusers", "WanTransformer3DModel"]
 
 
@@ -71,6 +72,7 @@ _RELEASES: list[tuple[str | None, dict[str, Any], dict[str, Any], str, str]] = [
     ("Flux3ModularPipeline", _FLUX3, {"_blocks_class_name": "Flux3AutoBlocks"}, "flux3", "FLUX.3"),
     (None, _FLUX3, {}, "flux3", "FLUX.3"),
     ("MiniMaxH3ModularPipeline", _H3, {}, "minimax_h3", "MiniMax H3, from text"),
+    ("Ideogram4Pipeline", _IDEOGRAM, {"unconditional_transformer": _PAIR}, "ideogram4", "Ideogram"),
 ]
 
 
@@ -127,6 +129,7 @@ def test_rows_name_classes_that_diffusers_has(kind: Kind) -> None:
         ("StableDiffusion3Pipeline", {}, {}, "Stable Diffusion 3"),
         ("StableDiffusionXLPipeline", {}, {"unet": ["diffusers", "UNet2DConditionModel"]}, "a UN"),
         ("WanModularPipeline", {}, {}, "a modular pipeline"),
+        ("Ideogram4Pipeline", _IDEOGRAM, {}, "an Ideogram 4 without its unconditional_transformer"),
     ],
 )
 def test_what_no_family_trains_is_refused_by_name(

@@ -436,6 +436,7 @@ def test_auto_takes_the_gpu_with_most_free_memory(
         model=model,
         text=SimpleNamespace(modules=lambda: [encoder]),
         family=SimpleNamespace(blocks=list),
+        has_other=False,
     )
     recipe = small_recipe(f"trainable.kind={trained}")
     found = place("auto", parts, recipe)

@@ -60,6 +60,7 @@ class Template:
     has_pooled: bool = False
     is_distilled: bool = False
     shift: str = ""
+    logit_std: float | None = None
     expert: Expert | None = None
     boundary: float = 0.0
     has_audio: bool = False
@@ -166,7 +167,7 @@ def template_of_release(
     family: Any = base.family(kind.family)
     release_checks.refuse_untrained(found, getattr(family, "channel_ratios", ()), section)
     needed, taken = family.inputs.names(section)
-    two = experts.read_experts(section)
+    two, rule = experts.read_experts(section), family.defaults(section).shift
     file = section.one_file()
     what = "all weights fine-tuned" if task == "full" else "fine-tuned with LoRA"
     if two is not None:
@@ -185,7 +186,8 @@ def template_of_release(
         tuple(name for name in taken if name not in needed),
         kind.transformer == "FluxTransformer2DModel",
         bool(found.config.get("guidance_embeds")),
-        str(family.defaults(section).shift),
+        str(rule),
+        rule.logit_std,
         expert=None if two is None else two.trained,
         boundary=0.0 if two is None else two.boundary,
         has_audio=family.inputs.has_audio,

@@ -42,7 +42,8 @@ class ModelSection(Section):
     family: str
     """Family (architecture) of the model: `wan`, `ltx2`, `minimax_h3`, `hunyuan_video15`, `flux`,
     `flux_kontext`, `flux2`, `flux3`, `qwen_image`, `qwen_image_edit`, `qwen_image_edit_plus`,
-    `qwen_image21`, `z_image`, `krea2`, `tubelet`, or your own Family, as `package.module:Class`."""
+    `qwen_image21`, `z_image`, `krea2`, `ideogram4`, `tubelet`, or your own Family, as
+    `package.module:Class`."""
     pretrained: str | None = None
     """Released model to start from, as a diffusers folder or repository id, or one safetensors or
     GGUF file of the transformer's weights; without it, random weights."""

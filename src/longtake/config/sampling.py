@@ -34,7 +34,8 @@ class SamplingSection(Section):
     """Number of solver steps. Unset: the default of the pretrained model's family."""
     guidance_scale: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     """Scale of classifier-free guidance, which is used above 1; a guidance-distilled model gets
-    the scale as an input. Unset: the default of the pretrained model's family."""
+    the scale as an input. Unset: the default of the pretrained model's family, which may have
+    another scale for the last steps (Ideogram 4)."""
     guidance_scale_2: float | None = Field(None, ge=0, le=MAX_GUIDANCE)
     """Guidance scale of the low-noise expert of a release with two transformers; unset:
     `guidance_scale`."""

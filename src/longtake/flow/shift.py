@@ -47,6 +47,9 @@ class ShiftRule:
     pixels and frames."""
     terminal: float = 0.0
     """Last sigma above 0 in sampling, to which `build_sigmas` stretches; 0: no stretching."""
+    logit_std: float | None = None
+    """Standard deviation of the logit-normal distribution whose quantiles are the sigmas before the
+    shift; None: they are evenly spaced."""
 
     def factor(self, size: ClipSize, num_steps: int) -> float:
         """Return the factor of the shift for clips of one size; `flux2` depends on the steps."""
@@ -78,6 +81,8 @@ class ShiftRule:
             line = self.by
             first = f"{line.base_mu:g} at {line.base_tokens}"
             said = f"exp(mu), mu {first} and {line.max_mu:g} at {line.max_tokens} tokens"
+        if self.logit_std is not None:
+            said += f", of logit-normal sigmas with standard deviation {self.logit_std:g}"
         return said + (f"; the last sigma is {self.terminal:g}" if self.terminal else "")
 
 

@@ -47,14 +47,17 @@ def solve(
     on_step: Callable[[int], None] | None = None,
     *,
     terminal: float = 0.0,
+    logit_std: float | None = None,
 ) -> Tensor:
     """Solve from noise to latents in `num_steps` steps by any solver; see `integrate`.
 
-    Euler and Heun visit `build_sigmas`, UniPC the sigmas of diffusers' scheduler.
+    Euler and Heun visit `build_sigmas`, UniPC the sigmas of diffusers' scheduler, whatever
+    `logit_std` is.
     """
     if solver == "unipc":
         return unipc(velocity, noise, num_steps, shift, on_step, terminal=terminal)
-    return integrate(velocity, noise, build_sigmas(num_steps, shift, terminal), solver, on_step)
+    sigmas = build_sigmas(num_steps, shift, terminal, logit_std)
+    return integrate(velocity, noise, sigmas, solver, on_step)
 
 
 def unipc(

@@ -22,6 +22,8 @@ SigmaKind = Literal["uniform", "logit_normal", "mode", "cosmap"]
 
 _BISECTIONS = 53  # as many bits as a float64 has
 _MIN_SHARE = 1e-6
+_QUANTILE_RANGE = 1 / (1 + math.exp(7.5)), 1 / (1 + math.exp(-9))
+"""Sigmas whose logarithms of the signal-to-noise ratio are 15 and -18."""
 MODE_SCALE_MIN = -1.0
 MODE_SCALE_MAX = 2 / (math.pi - 2)
 """Largest `scale` of the distribution `mode`; beyond it `mode` is not monotone."""
@@ -200,10 +202,14 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     return shifted / (shifted + (1 - sigmas))
 
 
-def build_sigmas(num_steps: int, shift: float = 1.0, terminal: float = 0.0) -> list[float]:
+def build_sigmas(
+    num_steps: int, shift: float = 1.0, terminal: float = 0.0, logit_std: float | None = None
+) -> list[float]:
     """Return the num_steps + 1 sigmas that sampling visits, from 1 down to 0.
 
-    They are evenly spaced and then shifted once, as the Flux pipeline does; a `terminal` above 0
+    They are evenly spaced and then shifted once, as the Flux pipeline does; with `logit_std` they
+    are, before the shift, evenly spaced quantiles of that logit-normal distribution, and those
+    above 0 stay within `_QUANTILE_RANGE`, as Ideogram 4's pipeline has it. A `terminal` above 0
     then stretches them so that it is the last one above 0 (one step stays at 1). diffusers'
     FlowMatchEulerDiscreteScheduler, left to choose its own grid, differs in two ways: the last step
     starts at 0.001 instead of 1 / num_steps, and a fixed shift is applied twice, to the smallest
@@ -215,7 +221,11 @@ def build_sigmas(num_steps: int, shift: float = 1.0, terminal: float = 0.0) -> l
     if num_steps < 1:
         raise RecipeError(f"Sampling in {num_steps} steps is not possible; 1 is the least.")
     even = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-    sigmas = shift_sigmas(even, shift)
+    if logit_std is None:
+        sigmas = shift_sigmas(even, shift)
+    else:
+        sigmas = shift_sigmas(logit_normal(even, std=logit_std), shift)
+        sigmas[:-1] = sigmas[:-1].clamp(*_QUANTILE_RANGE)
     if terminal and num_steps > 1:
         sigmas[:-1] = 1 - (1 - sigmas[:-1]) * ((1 - terminal) / (1 - sigmas[-2]))
     return [float(sigma) for sigma in sigmas]

@@ -36,6 +36,7 @@ FAMILIES = {
     "flux3": "longtake.models.flux3:Flux3",
     "flux_kontext": "longtake.models.flux:FluxKontext",
     "hunyuan_video15": "longtake.models.hunyuan_video15:HunyuanVideo15",
+    "ideogram4": "longtake.models.ideogram4:Ideogram4",
     "krea2": "longtake.models.krea2:Krea2",
     "ltx2": "longtake.models.ltx2:LTX2",
     "minimax_h3": "longtake.models.minimax_h3:MiniMaxH3",
@@ -92,17 +93,17 @@ class BlockInputs:
 
     tokens: Tensor
     """Tokens [B, T, D] of the main stream: the noisy image's, then its references' (FLUX,
-    Qwen-Image), or the caption's, then the clip's (tubelet, Krea 2, Qwen-Image 2.1, FLUX.2's single
-    blocks)."""
+    Qwen-Image), or the caption's, then the clip's (tubelet, Krea 2, Ideogram 4, Qwen-Image 2.1,
+    FLUX.2's single blocks)."""
     text: Tensor | None
     """Tokens [B, T', D] of FLUX's second stream, or of the text that Wan attends to; None if the
     block gets neither."""
     temb: Tensor | None
-    """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Krea 2 [B, 1, 6 D], in Qwen-Image 2.1
-    [B + 1, 4 D] with that of the text last, in Qwen-Image-Edit-2511 [2 B, D] with that of the
-    references last; in FLUX.3 a modulation [B, 1, 3 D], or one for each token; in MiniMax H3
-    [B, 2, D'] of video and audio; None for blocks without it, such as Z-Image's
-    `context_refiner`."""
+    """Embedding of the timestep: [B, D], in Wan [B, 6, D], in Krea 2 [B, 1, 6 D], in Ideogram 4
+    [B, 1, adaln_dim], in Qwen-Image 2.1 [B + 1, 4 D] with that of the text last, in
+    Qwen-Image-Edit-2511 [2 B, D] with that of the references last; in FLUX.3 a modulation [B, 1, 3
+    D], or one for each token; in MiniMax H3 [B, 2, D'] of video and audio; None for blocks without
+    it, such as Z-Image's `context_refiner`."""
     rope: Any
     """Tables of rotary position embeddings: (cosines, sines), in FLUX.3 perhaps with a mask of keys
     as a third, in Qwen-Image complex rotations of (images, text); None for models without them."""
@@ -157,6 +158,9 @@ class Defaults:
     """
     audio_shift: float = 1.0
     """Factor by which the sigmas of the audio are shifted relative to those of its video."""
+    end_guidance_scale: float | None = None
+    """Guidance scale of the last sixteenth of the steps, rounded up, where a recipe sets no scale;
+    None: `guidance_scale`."""
 
 
 @dataclass(frozen=True)
@@ -381,6 +385,9 @@ class Family(ABC):
     text: TextContract = TextContract()
     inputs: InputContract = InputContract()
     block: BlockContract
+    unconditional: str | None = None
+    """Folder of the release's transformer that makes the second pass of guidance, without any text,
+    and that no run trains; None: the trained transformer makes it, from the negative prompt."""
 
     def pipeline_of(self, parts: Mapping[str, Any], release: releases.Release | None = None) -> str:
         """Return the name of the diffusers pipeline class for given encoders and tokenizers.

@@ -565,7 +565,7 @@ def _build(
     import diffusers  # takes seconds, which a codec of pixels does not need
 
     autoencoder_class = getattr(diffusers, part.class_name)
-    codec_class = _CODECS.get(part.class_name, AutoencoderCodec)
+    codec_class = part.codec_class or _CODECS.get(part.class_name, AutoencoderCodec)
     # A run's own random weights are read again, because another version may draw others.
     source = (
         str(made) if where is None and made is not None and (made / _FOLDER).is_dir() else where

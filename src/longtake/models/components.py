@@ -67,6 +67,8 @@ class Components:
     samplings."""
     experts: Experts | None = None
     """The release's two transformers (for high and low noise), if `model` is one of them."""
+    unconditional: str | None = None
+    """Folder of the release's transformer for the second pass of guidance, if it is another one."""
     other: OtherExpert | None = None
     """The release's transformer that is not trained, for sampling; it is on the device while
     `model` is."""
@@ -141,6 +143,11 @@ class Components:
     def sigma_range(self, flow: config.FlowSection) -> tuple[float, float]:
         """Return the lowest and the highest sigma that is trained."""
         return flow.sigma_range if self.experts is None else self.experts.sigmas_within(flow)
+
+    @property
+    def has_other(self) -> bool:
+        """Return True if another transformer of the release takes part in sampling alone."""
+        return self.experts is not None or self.unconditional is not None
 
     def with_other(self) -> "Components":
         """Return components for sampling with the release's other transformer as the model."""
@@ -280,7 +287,7 @@ def build_frozen_parts(
 def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path]:
     """Download all models and tokenizers that a recipe names, for all processes on this node.
 
-    Of a release with two transformers both are downloaded, if the run samples with the other one.
+    Of a release with two transformers both are downloaded, if the run samples while it trains.
 
     Returns:
         The folders of weights and tokenizers, by key and name of the part.
@@ -288,7 +295,8 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
     Raises:
         ModelError: a part cannot be found.
     """
-    parts, second = chosen_family(recipe.model).frozen, recipe.text.second_encoder()
+    chosen, second = chosen_family(recipe.model), recipe.text.second_encoder()
+    parts = chosen.frozen
     located: dict[str, Path] = {}
 
     def locate(key: str, where: str, folder: str) -> None:
@@ -296,8 +304,10 @@ def fetch(recipe: config.Recipe, *, frozen_parts: bool = True) -> dict[str, Path
 
     if (release := recipe.model.release()) is not None:
         own, file = recipe.model.folder(), recipe.model.one_file()
-        is_pair = recipe.model.expert is not None and recipe.sampling.in_training
-        for folder in config.EXPERT_FOLDERS.values() if is_pair else [own]:
+        pair = [own, chosen.unconditional]
+        if recipe.model.expert is not None:
+            pair = [*config.EXPERT_FOLDERS.values()]
+        for folder in filter(None, pair if recipe.sampling.in_training else [own]):
             if file is None or folder != own:
                 locate("model", release, folder)
         if file is not None:
@@ -435,7 +445,8 @@ def _finish(parts: Components, recipe: config.Recipe, kinds: Kinds) -> Component
                 quantize_linears(block, kinds[name])
     deferred = parts.unfilled.parameters
     trainable.make_trainable(model, chosen, recipe.trainable, parts.codec.channels, deferred)
-    parts = replace(parts, experts=read_experts(recipe.model))
+    unconditional = recipe.model.pretrained and chosen.unconditional
+    parts = replace(parts, experts=read_experts(recipe.model), unconditional=unconditional)
     for flow, bucket in trained_shapes(recipe):
         # Fails before training if a stage's range of sigmas is empty at the shift of a bucket.
         parts.sample_sigmas(torch.zeros(1), flow, bucket)

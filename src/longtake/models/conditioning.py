@@ -158,6 +158,13 @@ def fps_of(conditioning: Conditioning, chosen: Family, recipe: Recipe) -> Condit
     return {"fps": torch.full((len(like),), fps, device=like.device)}
 
 
+def without_text(conditioning: Conditioning) -> Conditioning:
+    """Return conditioning for the same samples without a token of text, for the image alone."""
+    lengths = torch.zeros_like(conditioning["prompt_length"])
+    none = conditioning["prompt_embeds"][:, :0]
+    return conditioning | {"prompt_embeds": none, "prompt_length": lengths}
+
+
 def outline_conditioning(
     parts: Components, recipe: Recipe, bucket: Bucket, batch_size: int = 1
 ) -> Conditioning:

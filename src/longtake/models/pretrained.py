@@ -51,6 +51,7 @@ class PipelinePart:
     module: str = "transformers"  # Python module that has the encoder's class
     reads_captions: bool = False  # in `FrozenParts.further`: False for encoders of pictures
     audio: tuple["PipelinePart", ...] = ()  # of a codec: the parts of the audio codec beside it
+    codec_class: type[Any] | None = None  # of an autoencoder that the family wraps in its own way
 
     @property
     def class_name(self) -> str:

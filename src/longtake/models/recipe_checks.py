@@ -10,7 +10,7 @@ from longtake.models.codec import Codec
 
 def fit_latents(recipe: config.Recipe, chosen: Family, codec: Codec) -> list[LatentShape]:
     """Check a recipe's inputs and buckets against its family; return the buckets' latent shapes."""
-    _check_time_and_audio(recipe, chosen)
+    _check_audio_time_and_captions(recipe, chosen)
     if recipe.model.uses_audio and codec.audio is None:
         raise RecipeError(
             f'model.audio is "{recipe.model.audio}", and a codec of the kind {recipe.codec.kind} '
@@ -84,7 +84,7 @@ def _refuse_frames(
                 raise RecipeError(f"{key} cannot be encoded alone. {error}") from None
 
 
-def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
+def _check_audio_time_and_captions(recipe: config.Recipe, chosen: Family) -> None:
     named, audio = f"The family {recipe.model.family}", recipe.model.audio
     if audio is not None and not chosen.inputs.has_audio:
         raise RecipeError(f"{named} has no audio. Remove model.audio, which is {audio!r}.")
@@ -106,6 +106,13 @@ def _check_time_and_audio(recipe: config.Recipe, chosen: Family) -> None:
             f"{named} makes {chosen.inputs.fps:g} frames a second, and data.fps / "
             f"data.frame_stride is {fps:g}. Set data.fps = {chosen.inputs.fps:g}, and leave "
             "data.frame_stride out."
+        )
+    stages = (recipe.in_stage(stage.name).data for stage in recipe.data.curriculum())
+    dropped = next((data.caption_dropout for data in stages if data.caption_dropout), None)
+    if chosen.unconditional is not None and recipe.model.pretrained and dropped is not None:
+        raise RecipeError(
+            f"data.caption_dropout is {dropped:g}, but {named.lower()} makes passes without a "
+            f"caption by its release's {chosen.unconditional}, which is not trained. Leave it out."
         )
 
 

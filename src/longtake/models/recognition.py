@@ -80,6 +80,7 @@ def _is_for_720p(facts: Facts) -> bool:
 
 _FLUX, _QWEN = "FluxTransformer2DModel", "QwenImageTransformer2DModel"
 _HUNYUAN, _LTX = "HunyuanVideo15Transformer3DModel", "LTX2VideoTransformer3DModel"
+_IDEOGRAM = "Ideogram4Transformer2DModel"
 HUNYUAN_I2V = "HunyuanVideo15ImageToVideoPipeline"
 _HUNYUAN_HUB = "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-"
 _HUNYUAN_TITLES = (
@@ -254,6 +255,14 @@ KINDS = (  # in order: the first that fits is taken
         "others made for it (model.training_adapter), or train toward guided predictions "
         '(objective.kind = "guided_target"): docs/guides/objectives.md.',
     ),
+    Kind(
+        title="Ideogram 4",
+        family="ideogram4",
+        transformer=_IDEOGRAM,
+        releases=("CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",),
+        advice="It was trained on captions that are JSON objects: yours should be, too "
+        "(docs/guides/families.md).",
+    ),
 )
 
 
@@ -363,6 +372,13 @@ _REFUSED = (
         "a modular pipeline",
         lambda facts: "Modular" in facts["pipeline"] and facts["pipeline"] not in _MODULAR,
         "Start from the release of the ordinary pipeline.",
+    ),
+    _Refused(
+        "an Ideogram 4 without its unconditional_transformer, such as one distilled to few steps",
+        lambda facts: (
+            facts["transformer"] == _IDEOGRAM and not _names(facts, "unconditional_transformer")
+        ),
+        "Start from the folder or repository of the whole Ideogram4Pipeline.",
     ),
 )
 

@@ -46,6 +46,12 @@ def refuse_untrained(
     """Refuse a release with an objective, expert or inputs that its family does not train."""
     where = str(section.release())
     refuse_other_objectives(release.scheduler, where)
+    if release.config.get("quantization_config"):
+        raise ModelError(
+            f"{where}: the weights of its transformer are quantised by another library, as the "
+            "quantization_config in its config.json says. Name a release in bf16, fp16 or fp32; "
+            "model.quantize keeps frozen weights in fewer bits."
+        )
     refuse_wrong_expert(release.pipeline, section)
     refuse_further_inputs(release, channel_ratios, where)
 

@@ -44,14 +44,15 @@ def review_model(
             "quantised again, which rounds them twice. Of a file in bf16 they are rounded once."
         )
     steps = settings.num_inference_steps or parts.defaults.num_inference_steps
-    terminal = parts.shift_rule(settings.shift).terminal
+    rule = parts.shift_rule(settings.shift)
     for flow, bucket in trained_shapes(recipe):
         if parts.sigma_range(flow)[0] > 0 or steps < 2:
             continue  # low sigmas are left out on purpose
         uniform = torch.tensor([_FEW], dtype=torch.float64)
         lowest = parts.sample_sigmas(uniform, flow, bucket).item()
         shift = parts.shift(settings.shift, bucket, steps)
-        sampled = timesteps.build_sigmas(steps, shift, terminal)[-3]  # the last one is 0
+        sigmas = timesteps.build_sigmas(steps, shift, rule.terminal, rule.logit_std)
+        sampled = sigmas[-3]  # the last one is 0
         if lowest > max(sampled, _LEAST_NOISE):
             warnings.append(
                 f"Of the sigmas trained on clips of {bucket} 99 % lie above {lowest:.3f}, but the "

@@ -12,23 +12,18 @@ from longtake.errors import PlanError
 from longtake.flow.solver import SolverName, integrate, num_evaluations
 from longtake.formatting import plural
 from longtake.models.components import Components
-from longtake.models.conditioning import outline_conditioning
+from longtake.models.conditioning import outline_conditioning, without_text
 from longtake.models.frozen_adapter import sampled_with
 from longtake.planner.block_weights import module_bytes
 from longtake.planner.fake_tensors import CachedFakeMode, empty_like
 from longtake.planner.memory import MetaStep, static_memory
 from longtake.planner.trace import InferenceTrace, trace_inference
 from longtake.run_dir import RunDirectory
+from longtake.sampling.guidance import Guidance, guidance_scale, uses_other
 from longtake.sampling.memory_strategy import ONE_BY_ONE, MemoryStrategy
-from longtake.sampling.other_expert import other_bytes, refuse_wrong_other
+from longtake.sampling.other_expert import other_bytes, refuse_wrong_other, role_of_other
 from longtake.sampling.presets import RequestGroup, training_presets
-from longtake.sampling.sampler import (
-    Guidance,
-    Sampler,
-    fitting_shape,
-    guidance_scale,
-    refuse_unfitting,
-)
+from longtake.sampling.sampler import Sampler, fitting_shape, refuse_unfitting
 
 _SIGMAS = (1.0, 0.5, 0.0)
 
@@ -63,14 +58,16 @@ def sampling_phase(
     recipe, static = step.recipe, static_memory(step, weight_bytes=weight_bytes)
     there = static.weights + static.resident
     refuse_wrong_other(recipe)
-    there += other_bytes(recipe, components, step.device.target)
+    presets = training_presets(recipe, RunDirectory(recipe.out))
+    groups = [(preset, group) for preset in presets for group in preset.groups()]
+    has_other = any(uses_other(components, group.settings) for _, group in groups)
+    there += other_bytes(recipe, components, step.device.target) if has_other else 0
     # With a cache, the codec is on the device only while it decodes.
     codec_weights = sum(map(module_bytes, components.codec.modules()))
     codec_bytes = codec_weights if recipe.data.cache is not None else 0
     peak, seconds, how = there, 0.0, list[str]()
     budget = None if step.device.budget_bytes is None else step.device.budget_bytes - there
-    presets = training_presets(recipe, RunDirectory(recipe.out))
-    for preset, group in ((each, group) for each in presets for group in each.groups()):
+    for preset, group in groups:
         refuse_unfitting(components, recipe, preset)
         # Rounded up, as each rank samples the same number of videos.
         share = -(-len(group.requests) // (step.world_size // recipe.parallel.context))
@@ -90,10 +87,8 @@ def sampling_phase(
         how.append(f"{preset.name}: {plural(len(group.requests), 'video')}{size}, {strategy}")
     if not how:
         return None
-    if components.experts is not None:
-        how.append(
-            f"the {components.experts.other}-noise expert serves its sigmas, copied by block"
-        )
+    if has_other:
+        how.append(f"{role_of_other(components)}, copied by block")
     return InferenceTrace(there, peak, seconds, "; ".join(how))
 
 
@@ -121,8 +116,9 @@ def _denoising(
         if budget is None or trace.activation_bytes <= budget:
             return strategy, trace
         try:
-            is_guided = _scale(components, group) > 1
-            strategy = strategy.next_cheaper(count, group.bucket, may_split=is_guided)
+            # Two transformers take two passes anyway.
+            may_split = components.unconditional is None and _scale(components, group) > 1
+            strategy = strategy.next_cheaper(count, group.bucket, may_split=may_split)
         except PlanError:
             return strategy, trace
 
@@ -146,9 +142,13 @@ def _denoise(
         return empty_like(outline_conditioning(components, step.recipe, group.bucket, count))
 
     scale, solver = _scale(components, group), group.settings.solver
-    unconditional = conditioning() if scale > 1 else None
     predict = partial(sampler.predict, streams=streams)
-    guide = Guidance(predict, conditioning(), unconditional, scale)
+    told = conditioning()
+    unconditional, second = conditioning() if scale > 1 else None, None
+    if scale > 1 and components.unconditional is not None:
+        # The trained transformer stands for the other one, which has the same architecture.
+        unconditional, second = without_text(told), predict
+    guide = Guidance(predict, told, unconditional, scale, second=second)
     velocity = guide.velocity(slice(0, count), two_passes=two_passes)
     # UniPC computes with values of sigmas, which do not exist here. Compared with an Euler step it
     # also keeps the last two predictions, the last latents and the corrected ones.

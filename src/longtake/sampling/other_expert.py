@@ -1,11 +1,13 @@
 """The transformer that a run does not train, of a release with two, for sampling and export.
 
 One transformer is for high noise, one for low. The other one is loaded from the release, or from a
-checkpoint of another run that has trained it.
+checkpoint of another run that has trained it. Or one makes guidance's second pass, without text: it
+is the release's, and an export copies its files.
 """
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -76,8 +78,11 @@ def build_other(recipe: Recipe, parts: Components, *, weights: bool = True) -> n
 
     Without `weights` it is on the meta device.
     """
-    assert parts.experts is not None
-    section = recipe.model.without_file().model_copy(update={"expert": parts.experts.other})
+    assert parts.has_other
+    change: dict[str, Any] = {"subfolder": parts.unconditional}
+    if parts.experts is not None:
+        change = {"expert": parts.experts.other}
+    section = recipe.model.without_file().model_copy(update=change)
     patch = parts.family.patch(section)
     shapes = [latent_shape(parts.codec, bucket, patch) for bucket in recipe.data.shapes()]
     model = parts.family.build(section, shapes, parts.text, weights=weights)
@@ -90,7 +95,7 @@ def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
 
     On a GPU its blocks are streamed from host memory.
     """
-    if recipe.model.expert is None:
+    if not parts.has_other:
         return 0
     model = build_other(recipe, parts, weights=False)
     _attach_adapter(recipe, parts, model, torch.device("meta"))
@@ -101,8 +106,16 @@ def other_bytes(recipe: Recipe, parts: Components, target: str) -> int:
 def _attach_adapter(
     recipe: Recipe, parts: Components, model: nn.Module, device: torch.device
 ) -> None:
-    assert parts.experts is not None
-    attach_sampling_adapter(recipe.sampling, model, parts.family, parts.experts.other, device)
+    if parts.experts is not None:  # a pass without text has none
+        other = parts.experts.other
+        attach_sampling_adapter(recipe.sampling, model, parts.family, other, device)
+
+
+def role_of_other(parts: Components) -> str:
+    """Say what the untrained transformer does in sampling."""
+    if parts.experts is not None:
+        return f"the {parts.experts.other}-noise expert serves its sigmas"
+    return f"guidance's second pass is by {parts.unconditional}"
 
 
 def refuse_wrong_other(recipe: Recipe, run: Path | None = None) -> None:

@@ -26,13 +26,20 @@ from longtake.models import conditioning, numerics, streamed, trainable
 from longtake.models.audio import Streams, audio_shape, refuse_not_finite
 from longtake.models.base import Conditioning, LatentShape, latent_shape
 from longtake.models.components import Components, Part, assemble, with_exact_weights
-from longtake.models.conditioning import fps_of, guidance_of
+from longtake.models.conditioning import fps_of, guidance_of, without_text
 from longtake.models.frozen_adapter import attach_sampling_adapter, sampled_with
 from longtake.parallel.mesh import pick_device
 from longtake.run_dir import RunDirectory
 from longtake.sampling import preset_files
 from longtake.sampling.checkpoints import find_checkpoint, find_run, load_start, load_weights
 from longtake.sampling.claims import NotHereError
+from longtake.sampling.guidance import (
+    Guidance,
+    guidance_end,
+    guidance_scale,
+    refuse_wrong_settings,
+    uses_other,
+)
 from longtake.sampling.memory_strategy import MemoryFallback
 from longtake.sampling.other_expert import load_other, other_bytes, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, weights_to_sample
@@ -76,7 +83,7 @@ class Placement:
     streams: bool = False  # true if frozen weights are copied to the device block by block
 
 
-def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
+def place(wanted: str, parts: Components, recipe: Recipe, *, with_other: bool = True) -> Placement:
     """Choose the device to sample on.
 
     "auto" is the GPU with the most free memory if that holds the largest part and some activations,
@@ -87,12 +94,12 @@ def place(wanted: str, parts: Components, recipe: Recipe) -> Placement:
         device = pick_device(wanted)
         if device.type != "cuda":
             return Placement(device)
-        more = other_bytes(recipe, parts, "cuda")
+        more = other_bytes(recipe, parts, "cuda") if with_other else 0
         is_short = _free_bytes(device) < _needed_bytes(parts, more, streams=False)
         return Placement(device, "", is_short and streams_for_sampling(recipe))
     free = [_free_bytes(index) for index in range(torch.cuda.device_count())]
     most = max(range(len(free)), key=lambda index: free[index])
-    more = other_bytes(recipe, parts, "cuda")
+    more = other_bytes(recipe, parts, "cuda") if with_other else 0
     # First without streaming, as its copies take time.
     for streams in (False, True) if streams_for_sampling(recipe) else (False,):
         if free[most] >= (needed := _needed_bytes(parts, more, streams=streams)):
@@ -128,47 +135,6 @@ def _needed_bytes(parts: Components, more: int, *, streams: bool) -> int:
         needed["model"] = streamed.least_bytes(parts.model, parts.family.blocks(parts.model))
     needed["model"] += more
     return max(needed.values()) + _ACTIVATION_BYTES
-
-
-@dataclass(frozen=True)
-class Guidance:
-    """Classifier-free guidance of N videos: their conditioning, of which any part can be used."""
-
-    predict: Callable[[Tensor, Tensor, Conditioning], Tensor]
-    """The model: a function from noisy latents [B, C, F, H, W], sigmas [B] and conditioning to fp32
-    velocities."""
-    conditional: Conditioning  # by the prompts; tensors [N, ...]
-    unconditional: Conditioning | None  # by the negative prompt; None: no second pass
-    scale: float  # of classifier-free guidance
-    guided: Callable[[Tensor, Tensor, float], Tensor] = solver.guided
-
-    def velocity(self, part: slice, *, two_passes: bool) -> solver.Velocity:
-        """Return the function that predicts the guided velocity of some of the videos.
-
-        A single pass over both halves takes twice the memory of two passes. Results are equal
-        except for the rounding of matrix products of another size.
-        """
-        conditional = {name: value[part] for name, value in self.conditional.items()}
-        if self.unconditional is None:
-            return lambda latents, sigma: self._predict(latents, sigma, conditional)
-        unconditional = {name: value[part] for name, value in self.unconditional.items()}
-        if two_passes:
-            return lambda latents, sigma: self.guided(
-                self._predict(latents, sigma, conditional),
-                self._predict(latents, sigma, unconditional),
-                self.scale,
-            )
-        both = {name: torch.cat([conditional[name], unconditional[name]]) for name in conditional}
-
-        def in_one_pass(latents: Tensor, sigma: float) -> Tensor:
-            first, second = self._predict(torch.cat([latents] * 2), sigma, both).chunk(2)
-            return self.guided(first, second, self.scale)
-
-        return in_one_pass
-
-    def _predict(self, latents: Tensor, sigma: float, conditioning: Conditioning) -> Tensor:
-        sigmas = torch.full((len(latents),), sigma, device=latents.device)
-        return self.predict(latents, sigmas, conditioning)
 
 
 @dataclass(frozen=True)
@@ -233,12 +199,15 @@ class Sampler:
             noise = streams.join(noise, torch.stack(audio))
         scale = guidance_scale(parts, settings)
         guide = self._guidance(requests, bucket, scale, settings.negative_prompt)
+        end = guidance_end(parts, settings, bucket, self.num_steps(settings))
+        guide = replace(guide, end=end)
         denoise = partial(self._denoise, guide, noise.to(self.device), settings, bucket, on_step)
         # After `_guidance`, for which text encoder and codec were on the device: they leave it
         # first.
         parts.bring("model", self.device)
         with torch.no_grad():  # not inference_mode: modules may cache tensors for training
-            uses_guidance = guide.unconditional is not None
+            # Two transformers take two passes anyway.
+            uses_guidance = guide.unconditional is not None and parts.unconditional is None
             latents = self.memory.denoise(
                 denoise, len(requests), bucket, uses_guidance=uses_guidance
             )
@@ -280,6 +249,7 @@ class Sampler:
     ) -> Tensor:
         """Denoise the videos in `part` by the solver; guidance and noise cover all videos."""
         steps, count = self.num_steps(settings), len(noise)
+        rule = self.components.shift_rule(settings.shift)
 
         def on_part_step(step: int) -> None:
             if on_step is not None:
@@ -288,13 +258,12 @@ class Sampler:
 
         velocity = self._velocity(guide, part, settings, two_passes=two_passes)
         shift, streams = self.shift(settings, bucket), self.streams(bucket)
-        terminal = self.components.shift_rule(settings.shift).terminal
         if streams is not None and self.components.defaults.audio_shift != 1:
-            sigmas = build_sigmas(steps, shift, terminal)
+            sigmas = build_sigmas(steps, shift, rule.terminal, rule.logit_std)
             velocity = self._at_own_sigmas(velocity, streams, sigmas)
         given = velocity, noise[part], steps, shift, settings.solver, on_part_step
         with sampled_with(settings.adapter_strength):
-            return solver.solve(*given, terminal=terminal)
+            return solver.solve(*given, terminal=rule.terminal, logit_std=rule.logit_std)
 
     def _at_own_sigmas(
         self, velocity: solver.Velocity, streams: Streams, sigmas: Sequence[float]
@@ -316,20 +285,26 @@ class Sampler:
         """Return a function that predicts the guided velocity by the transformer for each sigma."""
         experts = self.components.experts
         if experts is None:
+            if guide.unconditional is not None and self.components.unconditional is not None:
+                guide = replace(guide, second=self._with_other().predict)
             return guide.velocity(part, two_passes=two_passes)
         scale_2 = settings.guidance_scale_2
         of_low = guide.scale if scale_2 is None else scale_2
         # Both transformers need weights here, as one solver's steps cross the boundary.
-        assert self.components.other is not None
-        # The other transformer may have weights of another dtype.
-        section = self.recipe.model.model_copy(update={"dtype": self.components.other.dtype})
-        recipe = self.recipe.model_copy(update={"model": section})
-        other = replace(self, components=self.components.with_other(), recipe=recipe)
-        sides = {experts.trained: guide, experts.other: replace(guide, predict=other.predict)}
+        other = replace(guide, predict=self._with_other().predict)
+        sides = {experts.trained: guide, experts.other: other}
         # guidance_scale_2 is the low-noise expert's, whichever of the two is trained.
         sides["low"] = replace(sides["low"], scale=of_low)
         high, low = (sides[name].velocity(part, two_passes=two_passes) for name in EXPERT_FOLDERS)
         return lambda latents, sigma: (high if sigma >= experts.boundary else low)(latents, sigma)
+
+    def _with_other(self) -> "Sampler":
+        """Return a sampler by the release's other transformer."""
+        assert self.components.other is not None
+        # It may have weights of another dtype.
+        section = self.recipe.model.model_copy(update={"dtype": self.components.other.dtype})
+        recipe = self.recipe.model_copy(update={"model": section})
+        return replace(self, components=self.components.with_other(), recipe=recipe)
 
     def shift(self, settings: SamplingSection, bucket: Bucket) -> float:
         return self.components.shift(settings.shift, bucket, self.num_steps(settings))
@@ -344,7 +319,8 @@ class Sampler:
         sees_pictures = bool(self.components.family.text.pictures)
         read = self._read_inputs(requests, bucket) if sees_pictures else {}
         self._encode_text([each.prompt for each in requests], requests, read)
-        self._encode_text([negative_prompt] * len(requests), requests, read)
+        if self.components.unconditional is None:
+            self._encode_text([negative_prompt] * len(requests), requests, read)
 
     def unknown_words(self, prompt: str) -> list[str]:
         return self.components.text.unknown_words(prompt)
@@ -411,6 +387,9 @@ class Sampler:
             conditional |= guidance_of(conditional, scale)
         if is_distilled or scale <= 1:
             return Guidance(predict, conditional, None, scale)
+        if parts.unconditional is not None:
+            unconditional = without_text(conditional)
+            return Guidance(predict, conditional, unconditional, scale, parts.family.guided)
         negative = [negative_prompt] * len(requests)
         # Both passes have the same references: guidance moves along the text alone.
         unconditional = self._encode_text(negative, requests, read) | inputs
@@ -468,11 +447,6 @@ class Sampler:
             return streams.join(*velocities).float()
 
 
-def guidance_scale(components: Components, settings: SamplingSection) -> float:
-    scale = settings.guidance_scale
-    return components.defaults.guidance_scale if scale is None else scale
-
-
 def fitting_shape(components: Components, recipe: Recipe, bucket: Bucket) -> LatentShape:
     shape = latent_shape(components.codec, bucket, components.family.patch(recipe.model))
     components.family.check(recipe.model, [shape])
@@ -492,42 +466,6 @@ def refuse_unfitting(components: Components, recipe: Recipe, preset: Preset) -> 
     except RecipeError as error:
         reason = str(error).removeprefix("data.buckets: ")
         raise RecipeError(f"Preset {preset.name}: {reason}") from None
-
-
-def refuse_wrong_settings(components: Components, settings: SamplingSection) -> None:
-    """Refuse a negative prompt or scale without effect, and a solver that the sound does not fit.
-
-    Raises:
-        RecipeError: the model has distilled guidance, the scale makes no second pass, there is no
-            second expert, or the sound has sigmas of its own and the solver is not Euler's.
-    """
-    if components.defaults.audio_shift != 1 and settings.solver != "euler":
-        raise RecipeError(
-            f'The solver "{settings.solver}" takes the same sigmas for video and audio, which have '
-            'their own here. Set sampling.solver = "euler".'
-        )
-    scale, second = guidance_scale(components, settings), settings.guidance_scale_2
-    if second is not None and components.experts is None:
-        raise RecipeError(
-            f"guidance_scale_2 {second:g} is the low-noise expert's of a release with two "
-            "transformers, and this model has one. Leave guidance_scale_2 out."
-        )
-    if second is not None and second > 1 >= scale:
-        raise RecipeError(
-            f"guidance_scale_2 {second:g} would have no effect: guidance_scale {scale:g} makes no "
-            "second pass, for neither expert. Set guidance_scale above 1, or leave "
-            "guidance_scale_2 out."
-        )
-    is_distilled = components.family.distils_guidance(components.model)
-    if not settings.negative_prompt or not (is_distilled or scale <= 1):
-        return
-    why = "this model is guidance-distilled and takes no second pass"
-    if not is_distilled:
-        why = f"guidance_scale {scale:g} makes no second pass; it is above 1 with guidance"
-    raise RecipeError(
-        f"negative_prompt {settings.negative_prompt!r} would have no effect: {why}. Leave "
-        "negative_prompt out."
-    )
 
 
 def _refuse_missing_adapter(sampling: SamplingSection) -> None:
@@ -555,7 +493,8 @@ class SamplerLoader:
             memory, or the CPU if no GPU has enough.
         trust: run code that the run names, even of another user.
         exact: build quantised layers in full precision and without an adapter, to export them.
-        sampling: settings whose adapter and other expert are loaded; None: the recipe's.
+        sampling: settings whose adapter and other transformer are loaded; None: the recipe's, and
+            the other transformer for settings of any kind.
         other_expert: see `load_other`; None: `sampling.other_expert`.
         with_other: load the transformer that the run does not train, if its release has two.
 
@@ -599,7 +538,10 @@ class SamplerLoader:
                 torch.device("cpu"),
             )
             attach_sampling_adapter(section, parts.model, parts.family, expert, cpu)
-        placed = place(device, self.components, self.recipe)
+        # An export copies the files of a transformer without text.
+        of_any = parts.experts is not None or (parts.has_other and not exact)
+        with_other &= of_any if sampling is None else uses_other(parts, sampling)
+        placed = place(device, parts, self.recipe, with_other=with_other)
         self.device, self.why_device = placed.device, placed.why
         # Before `requires_grad_(False)` below, since trained weights are those that require
         # gradients.
@@ -611,7 +553,7 @@ class SamplerLoader:
             streamed.StreamedBlocks(self.components.family.blocks(model), self.device)
         model.requires_grad_(False)
         refuse_too_large_parts(self.components, self.device)
-        if self.components.experts is not None and with_other:
+        if with_other:
             self.components = load_other(
                 self.recipe, self.components, self.device, other_expert, trust=trust, exact=exact
             )

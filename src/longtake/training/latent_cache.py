@@ -445,6 +445,8 @@ def codec_fingerprint(recipe: Recipe, made: Path, files: str = "*") -> str:
         folders = [locate(section.pretrained, part.folder, files) / part.folder]
     # The dtype is a part of it, since it changes the last bits of latents.
     facts: list[object] = [_PIXELS, section.kind, part.class_name, section.dtype]
+    # Of one autoencoder, families may have different latents.
+    facts += [] if part.codec_class is None else [part.codec_class.__name__]
     # So do tiles; without them nothing is added, so that older caches stay valid.
     facts += [["tiles", tile]] if (tile := kept_tile(section, made)) else []
     return _fingerprint(recipe, facts, folders)

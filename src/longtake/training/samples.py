@@ -28,6 +28,7 @@ from longtake.models.text import TextEncoder
 from longtake.parallel import collectives, context_parallel, fsdp, mesh
 from longtake.run_dir import RunDirectory
 from longtake.sampling import claims
+from longtake.sampling.guidance import uses_other
 from longtake.sampling.memory_strategy import ONE_BY_ONE, MemoryFallback, MemoryStrategy
 from longtake.sampling.other_expert import load_other, refuse_wrong_other
 from longtake.sampling.presets import Preset, Request, training_presets
@@ -332,7 +333,8 @@ def open_sampler(
             with_text = world.is_first or reads_pictures
             codec, text = build_frozen_parts(recipe, run.components_path, with_text=with_text)
         there = replace(parts, codec=codec, text=text, stays=frozenset[Part](["model"]))
-    if parts.experts is not None:
+    groups = (group for preset in presets for group in preset.groups())
+    if any(uses_other(parts, group.settings) for group in groups):
         with local_copies():
             there = load_other(recipe, there, world.device)
         if world.sequence_group is not None and there.other is not None:
