@@ -36,7 +36,6 @@ _RELEASES = {
     "Z-Image": "Tongyi-MAI/Z-Image",
     "Krea 2 Turbo": "krea/Krea-2-Turbo",
     "Krea 2": "krea/Krea-2-Raw",
-    "Ideogram 4": "CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",
     "Qwen-Image": "Qwen/Qwen-Image",
     "Qwen-Image 2.1": "Qwen/Qwen-Image-2.1",
     "Qwen-Image 2.1, references": "Qwen/Qwen-Image-2.1",

@@ -87,13 +87,12 @@ def find_template(family: str, task: str | None, size: str | None) -> Template:
     """
     family, task, size = family.lower(), task and task.lower(), size and size.lower()
     of_family = [each for each in templates() if each.family == family]
-    releases = [
-        name for kind in recognition.KINDS if kind.family == family for name in kind.releases
-    ]
-    if not of_family and releases:
+    kinds = [kind for kind in recognition.KINDS if kind.family == family]
+    releases = [name for kind in kinds for name in kind.releases]
+    if not of_family and kinds:
         raise errors.RecipeError(
             f"A recipe for the family {family} is written from a release: leave --family out, and "
-            f"name one, as in `{process.command()} init {releases[0]}`."
+            f"name one, as in `{process.command()} init {(*releases, 'FOLDER')[0]}`."
         )
     if not of_family:
         known = {each.family for each in templates()} | {k.family for k in recognition.KINDS}

@@ -259,7 +259,6 @@ KINDS = (  # in order: the first that fits is taken
         title="Ideogram 4",
         family="ideogram4",
         transformer=_IDEOGRAM,
-        releases=("CalamitousFelicitousness/Ideogram-4-bf16-Diffusers",),
         advice="It was trained on captions that are JSON objects: yours should be, too "
         "(docs/guides/families.md).",
     ),
