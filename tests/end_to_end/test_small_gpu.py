@@ -166,7 +166,7 @@ def _samples_are_those_of_the_checkpoint(
     torch.set_num_threads(1)  # as in the training
     for streams in (False, True):
         placed = sampler.Placement(torch.device("cpu"), streams=streams)
-        monkeypatch.setattr(sampler, "place", lambda *_, placed=placed: placed)
+        monkeypatch.setattr(sampler, "place", lambda *_, placed=placed, **__: placed)
         loaded = sampler.load_sampler(run.path, device="cpu")
         layers = list(loaded.components.model.modules())
         assert any(isinstance(each, QuantizedLinear) for each in layers)
