@@ -8,19 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from tests.build import losses, saved
 from tests.families.originals import ORIGINAL
-from tests.families.row import Row
 from tests.families.rows import transformer_class
-from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative
+from tests.families.tiny import LONG, Tiny, name_optional_pictures, relative, write_clips
 
 from longtake import config
-from longtake.data.encode import Sound, write_video
 from longtake.data.index import index
 from longtake.data.tasks import HERE
 from longtake.run_dir import RunDirectory
@@ -56,7 +52,10 @@ def test_from_a_release_to_a_pipeline_of_diffusers(
     monkeypatch.chdir(tmp_path)
     row = tiny.row
     call_longtake("init", *_base(tiny), "--data", "clips", "--out", "mine.toml")
-    _write_clips(row, config.load(Path("mine.toml")).data.fps or 16.0)
+    fps = config.load(Path("mine.toml")).data.fps or 16.0
+    # Beside the clips lie the pictures that recipes of edits look for.
+    for seed, folder in enumerate(("clips", *row.pictures)):
+        write_clips(Path(folder), row, fps, seed=seed, pictures=folder != "clips")
     index([Path("clips")], captions=None, out=Path("catalogs/clips.parquet"), work=HERE)
     name_optional_pictures(row, Path("mine.toml"))
     settings = [each for key in _settings(tiny) for each in ("--set", key)]
@@ -95,24 +94,6 @@ def _base(tiny: Tiny) -> list[object]:
 
 def _saved(run: RunDirectory) -> list[dict[str, Any]]:
     return [saved(run.recipe(), _STEPS, name) for name in ("model", "ema/main", "optimizer")]
-
-
-def _write_clips(row: Row, fps: float) -> None:
-    """Four in the folder `clips`, and beside it the pictures that recipes of edits look for."""
-    frames, height, width = row.bucket
-    random = np.random.default_rng(0)
-    for folder in ("clips", *row.pictures):
-        Path(folder).mkdir()
-        for number in range(4):
-            pixels = random.integers(0, 256, (frames, height, width, 3), np.uint8)
-            if frames == 1 or folder != "clips":
-                Image.fromarray(pixels[0]).save(f"{folder}/{number}.png")
-            else:
-                # The last has no sound: silence stands in its place.
-                noise = 0.1 * random.standard_normal((2, round(frames / fps * 16000)))
-                sound = Sound(noise.astype(np.float32), 16000) if number < 3 else None
-                write_video(Path(folder, f"{number}.mp4"), pixels, fps, sound=sound)
-            Path(folder, f"{number}.txt").write_text(f"a red circle, {number}")
 
 
 def _settings(tiny: Tiny) -> list[str]:

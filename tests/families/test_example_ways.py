@@ -12,16 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from tests.build import assert_saved_alike, forget_after, rows
 from tests.families.originals import ORIGINAL
 from tests.families.row import Row
 from tests.families.rows import ROWS, transformer_class
-from tests.families.tiny import Tiny
+from tests.families.tiny import NUM_CLIPS, Tiny, write_clips
 
 from longtake import config
-from longtake.data.encode import Sound, write_video
 from longtake.data.index import index
 from longtake.data.tasks import HERE
 from longtake.run_dir import RunDirectory
@@ -29,7 +27,7 @@ from longtake.run_dir import RunDirectory
 _ROOT = Path(__file__).resolve().parents[2]
 _WAYS = sorted((_ROOT / "examples" / "ways").glob("*.toml"))
 _RELEASES = {"wan": "Wan 2.1 T2V", "z_image": "Z-Image", "ltx2": "LTX-2.3 with sound"}
-_CLIPS = 4
+_OTHER = 9  # seed of clips unlike those of the catalogs
 _FEATURES = 2  # of 4 numbers, for each clip
 
 _TINY: dict[str, dict[str, Any]] = {
@@ -84,17 +82,18 @@ def _tiny_recipe(path: Path, tiny: Tiny, out: str) -> config.Recipe:
 def _write_files(path: Path, loaded: config.Recipe, tiny: Tiny) -> None:
     """Write what a recipe names into the current folder: clips, further inputs, weights."""
     fps = loaded.data.fps or 16.0
-    for name, catalog in loaded.data.sources().items():
+    for seed, (name, catalog) in enumerate(loaded.data.sources().items()):
         folder = Path(re.sub(r"^catalog$", "clips", name))
         lines = "--caption-lines" in path.read_text()
-        _write_clips(folder, tiny.row, fps, by_line=lines)
+        further = "a circle" if lines else ""
+        write_clips(folder, tiny.row, fps, seed=seed, alpha=True, further_caption=further)
         index([folder], captions=None, out=Path(catalog), work=HERE, by_line=lines)
     for name, section in loaded.data.conditioning.items():
         if section.kind == "video":
-            _write_clips(Path(name), tiny.row, fps)
+            write_clips(Path(name), tiny.row, fps, seed=_OTHER)
         elif section.kind == "numbers":
             Path(name).mkdir()
-            for number in range(_CLIPS):
+            for number in range(NUM_CLIPS):
                 values = np.random.default_rng(number).standard_normal(4 * _FEATURES)
                 np.save(Path(name, f"{number}.npy"), values.astype(np.float32))
     for file in (loaded.model.training_adapter, loaded.sampling.adapter):
@@ -103,23 +102,6 @@ def _write_files(path: Path, loaded: config.Recipe, tiny: Tiny) -> None:
     if loaded.model.config_from is not None and loaded.model.pretrained is not None:
         weights = ORIGINAL[transformer_class(tiny.row)](tiny.sampler.components.model.state_dict())
         _save(Path(loaded.model.pretrained), weights)
-
-
-def _write_clips(folder: Path, row: Row, fps: float, *, by_line: bool = False) -> None:
-    frames, height, width = row.bucket
-    folder.mkdir()
-    for number in range(_CLIPS):
-        random = np.random.default_rng([number, len(folder.name)])
-        pixels = random.integers(0, 256, (frames, height, width, 4), np.uint8)
-        if frames == 1:
-            Image.fromarray(pixels[0]).save(folder / f"{number}.png")
-        else:
-            noise = random.uniform(-0.5, 0.5, (2, 24000)).astype(np.float32)
-            # The first has no sound, which only models with audio read.
-            sound = Sound(noise, 16000) if number else None
-            write_video(folder / f"{number}.mp4", pixels[..., :3], fps, sound=sound)
-        captions = [f"a red circle, {number}"] + ["a circle"] * by_line
-        (folder / f"{number}.txt").write_text("\n".join(captions))
 
 
 def _write_lora(file: Path, tiny: Tiny) -> None:

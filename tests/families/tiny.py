@@ -19,6 +19,7 @@ from torch import Tensor
 
 from longtake import config
 from longtake.config import Quantization, Recipe, TrainableSection
+from longtake.data.encode import Sound, write_video
 from longtake.models.audio import Streams
 from longtake.models.base import Conditioning, latent_shape
 from longtake.models.components import Components
@@ -31,6 +32,7 @@ from longtake.sampling.sampler import Sampler
 
 SHORT = "a red circle"
 LONG = "a \u201cred\u201d  circle, moving &amp; it\u2019s up, a blue square moving left"
+NUM_CLIPS = 4
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
@@ -267,3 +269,34 @@ def name_optional_pictures(row: Row, path: Path) -> None:
         assert f"# {begin}" in text
         text = text.replace(f"# {begin}", begin, 1)
     path.write_text(text)
+
+
+def write_clips(
+    folder: Path,
+    row: Row,
+    fps: float,
+    *,
+    seed: int = 0,
+    pictures: bool = False,
+    alpha: bool = False,
+    further_caption: str = "",
+) -> None:
+    """Write `NUM_CLIPS` clips of a row's size into a new folder, with captions beside them.
+
+    Videos have sound but for the last, in whose place silence stands. `pictures` writes pictures of
+    rows that have videos; pictures have an `alpha` channel on demand.
+    """
+    frames, height, width = row.bucket
+    random = np.random.default_rng(seed)
+    folder.mkdir()
+    for number in range(NUM_CLIPS):
+        pixels = random.integers(0, 256, (frames, height, width, 3 + alpha), np.uint8)
+        if frames == 1 or pictures:
+            Image.fromarray(pixels[0]).save(folder / f"{number}.png")
+        else:
+            noise = 0.1 * random.standard_normal((2, round(frames / fps * 16000)))
+            is_silent = number == NUM_CLIPS - 1
+            sound = None if is_silent else Sound(noise.astype(np.float32), 16000)
+            write_video(folder / f"{number}.mp4", pixels[..., :3], fps, sound=sound)
+        captions = [f"a red circle, {number}", *filter(None, [further_caption])]
+        (folder / f"{number}.txt").write_text("\n".join(captions))

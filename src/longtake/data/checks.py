@@ -468,7 +468,7 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
         return
     listings: dict[str, frozenset[str]] = {}
     for name, section in data.conditioning.items():
-        planned = [] if section.is_of_clip else _planned_files(plan, section)
+        planned = _planned_files(plan, section)
         files = [(path, clip) for path, clip in planned if "://" not in path]
         remote = _some_of([each for each in planned if "://" in each[0]])
         gone = stores.missing_of(path for path, _ in remote)
@@ -500,7 +500,7 @@ def refuse_missing_conditioning(plan: Plan, data: DataSection) -> None:
 def plain_masks(plan: Plan, data: DataSection) -> Iterator[str]:
     """Yield warnings about masks that are white or black everywhere, after reading some."""
     for name, section in data.conditioning.items():
-        if section.kind != "mask" or section.is_of_clip:
+        if section.kind != "mask":
             continue
         files = [each for each in _planned_files(plan, section) if "://" not in each[0]]
         files = _some_of(files, _MASKS_READ)
@@ -526,12 +526,16 @@ def _some_of(files: list[_T], most: int = _MAX_FILES) -> list[_T]:
 
 def files_of_inputs(plan: Plan, data: DataSection) -> list[str]:
     """Return the paths of all `data.conditioning` files of the clips that a plan trains."""
-    sections = [each for each in data.conditioning.values() if not each.is_of_clip]
-    return [path for each in sections for path, _ in _planned_files(plan, each)]
+    return [path for each in data.conditioning.values() for path, _ in _planned_files(plan, each)]
 
 
 def _planned_files(plan: Plan, section: ConditioningSection) -> list[tuple[str, str]]:
-    """Return pairs (path of a `data.conditioning` file, path of its clip) of a plan, each once."""
+    """Return pairs (path of a `data.conditioning` file, path of its clip) of a plan, each once.
+
+    An input that is made of the clip itself has no files.
+    """
+    if section.is_of_clip:
+        return []
     found: dict[tuple[str, str], None] = {}
     column = f"{CONDITIONING}{section.column}"
     for part in (part for stream in plan.streams() for part in stream.parts):

@@ -427,9 +427,8 @@ class MiniMaxH3(diffusers_family.DiffusersFamily):
         audio, lengths = conditioning["audio"], conditioning["prompt_length"]
         prompt, known = diffusers_family.cut_texts(conditioning["prompt_embeds"], lengths)
         size = noisy_latents.shape[2:]
-        packed = F.pixel_unshuffle(
-            noisy_latents.transpose(1, 2), _PACK
-        )  # [B, F, 4 C, rows, columns]
+        # [B, F, 4 C, rows, columns]
+        packed = F.pixel_unshuffle(noisy_latents.transpose(1, 2), _PACK)
         # All of the left channel first.
         by_channel = audio.reshape(*audio.shape[:2], _SOUND_CHANNELS, -1)
         tokens = by_channel.transpose(1, 2).flatten(1, 2)

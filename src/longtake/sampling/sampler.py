@@ -532,12 +532,8 @@ class SamplerLoader:
             pick_device(device)  # refuses a missing device before anything is loaded
         self.components = parts = assemble(self.recipe, (), run.components_path)
         if not exact:
-            section, expert, cpu = (
-                self.recipe.sampling,
-                self.recipe.model.expert,
-                torch.device("cpu"),
-            )
-            attach_sampling_adapter(section, parts.model, parts.family, expert, cpu)
+            expert, cpu = self.recipe.model.expert, torch.device("cpu")
+            attach_sampling_adapter(self.recipe.sampling, parts.model, parts.family, expert, cpu)
         # An export copies the files of a transformer without text.
         of_any = parts.experts is not None or (parts.has_other and not exact)
         with_other &= of_any if sampling is None else uses_other(parts, sampling)
